@@ -116,8 +116,7 @@ def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Draf
     """The tree that an engine with heads drafts; None for a chain.
 
     ``most``, of ``--max_draft_len``, counts the nodes of a tree. Medusa heads draft a tree
-    unless ``most`` is a chain's length, which is at most the number of heads, or the engine is
-    a pipeline, in which trees are not served.
+    unless ``most`` is a chain's length, which is at most the number of heads.
 
     Raises:
         ConfigError: the flags name a tree for another mode, or one that exceeds their limits.
@@ -134,7 +133,7 @@ def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Draf
     given = getattr(args, name)
     if given is None:
         is_chain = most is not None and steps is not None and most <= steps
-        if mode != MEDUSA or steps is None or is_chain or (args.pp_size or 1) > 1:
+        if mode != MEDUSA or steps is None or is_chain:
             return None
         default = tuple(path for path in MC_SIM_7B_63 if len(path) <= steps)
         return DraftTree(default[:most])

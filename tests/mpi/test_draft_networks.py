@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.driver import Driver, Ranks
@@ -49,7 +50,11 @@ def write_llama(root):
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
         initializer_range=0.2, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(root / "llama")
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(root / "llama")
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight) * 0.05)
+    model.save_pretrained(root / "draft_model")
     random_eagle(root / "eagle", config, draft_vocab=150, scale=0.2)
     random_medusa(root / "medusa", config, num_heads=3)
     random_redrafter(root / "redrafter", config, exit_dim=48, is_recurrent=True)
@@ -85,10 +90,17 @@ def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
     check(world, root, kind, layout)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+TREE = {"tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "max_draft_tokens": 6}
+GROWN = {"tree_width": 3, "tree_depth": 3, "max_draft_tokens": 8}
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
+@pytest.mark.parametrize(
+    ("kind", "drafts"), [("eagle", GROWN), ("medusa", TREE), ("draft_model", TREE)]
+)
 @pytest.mark.ranks(2)
-def test_two_ranks_draft_the_trees_of_one_rank(world, root, kind):
-    check(world, root, kind, "tp 2", tree=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+def test_two_ranks_draft_the_trees_of_one_rank(world, root, kind, drafts, layout):
+    check(world, root, kind, layout, drafts)
 
 
 @pytest.mark.matrix(keep=1)
@@ -98,7 +110,7 @@ def test_two_stages_of_two_ranks_draft_as_one_rank_does(world, root, kind):
     check(world, root, kind, "pp 2, tp 2")
 
 
-def check(world, root, kind, layout, tree=()):
+def check(world, root, kind, layout, drafts=None):
     """Compare the ranks' outputs and drafts with those of one rank."""
     if world.rank == 0:
         if kind == "mtp":
@@ -117,7 +129,7 @@ def check(world, root, kind, layout, tree=()):
                     max_input_len=100, policy="max_utilization", depth=2,
                     speculation=SpeculationConfig(
                         drafter=kind, draft_dir=str(root / kind), is_adaptive=False,
-                        max_draft_tokens=len(tree) or 3, tree=tree,
+                        **(drafts or {"max_draft_tokens": 3}),
                         # Stages await the drafts.
                         is_overlapped=not layout.startswith("pp"),
                     ),
@@ -132,7 +144,11 @@ def check(world, root, kind, layout, tree=()):
     if world.rank == 0:
         outputs, (num_drafts, num_tokens, num_accepted) = told
         alone = run(make_driver(ONE))
-        if layout.startswith("pp"):
+        if layout.startswith("pp") and drafts is not None:
+            # Steps with other sequences have rows for other numbers of nodes.
+            assert outputs == alone[0]
+            assert num_accepted or kind == "medusa"
+        elif layout.startswith("pp"):
             # Stages share the sequences out over other steps, in which other drafts have room.
             assert (outputs, num_accepted) == (alone[0], alone[1][2])
         else:

@@ -131,12 +131,6 @@ def _check_layout(
     problem = ""
     if config.parallel.expert_dp_size > 1:
         problem = "experts that dp ranks share"
-    elif speculation.has_trees and topology.pp_size > 1:
-        problem = (
-            f"a tree of {speculation.max_draft_tokens} drafts and --pp-size "
-            f"{topology.pp_size}: earlier stages do not know the accepted paths. Build for "
-            "chains, without choices and with a --max_draft_len of at most the head's steps"
-        )
     elif target.switch_at:
         problem = (
             "a target whose rotation changes with the length of a sequence. Choose a "

@@ -22,7 +22,7 @@ from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.prompt_tables import PromptTables
 from trimaran.worker.execution.stage_ends import EarlierStage, LastStage, stage_end
 from trimaran.worker.execution.step_result import ModelRunnerOutput
-from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths
+from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths, move_entries
 from trimaran.worker.experts.loads import ExpertLoads
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.kv_cache.kv_group import KVGroup, layer_views
@@ -128,10 +128,12 @@ class ModelRunner:
 
     def use_trees(self, limits: SchedulerConfig) -> None:
         """Verify drafts that are trees. After `use_network`."""
-        assert isinstance(self.end, LastStage), "trees are followed in the last stage"
         rows = max(limits.max_num_rows, limits.max_num_seqs)
         growth = limits.speculation.growth
         self.inputs.use_trees(0 if growth is None else growth.num_nodes)
+        if not isinstance(self.end, LastStage):
+            # Decisions name the entries of accepted paths here.
+            return
         if isinstance(self.inputs, DeviceInputs):
             self.end.trees = DeviceTreePaths(self.inputs, rows)
         else:
@@ -222,6 +224,10 @@ class ModelRunner:
         """Launch one step. Collective over the tensor group."""
         marks = self._clock.begin()
         decision = self.inputs.resolved(decision)
+        if len(decision.path_moves) and not isinstance(self.end, LastStage):
+            moves = to_device(decision.path_moves.T.astype("int64"), self.inputs.device)
+            # Trees need equal layers, which are one group.
+            move_entries(self.groups[0], moves[0], moves[1])
         if self.adapters is not None:
             self.adapters.begin_step(decision)
         for row in decision.finished_rows:

@@ -83,13 +83,17 @@ class TreePaths:
         if not self._moves.numel():
             return
         for group, slots_T in zip(groups, slot_mappings, strict=True):
-            assert group.pool is not None
-            pool = as_bytes(group.pool)
-            size = pool.shape[3]
-            source, target = slots_T[self._moves[0]], slots_T[self._moves[1]]
-            # Indexing copies all sources before any slot is written.
-            moved = pool[source // size, :, :, source % size]
-            pool[target // size, :, :, target % size] = moved
+            move_entries(group, slots_T[self._moves[0]], slots_T[self._moves[1]])
+
+
+def move_entries(group: KVGroup, source_M: Tensor, target_M: Tensor) -> None:
+    """Move entries of a cache from slots to slots, int64 [M] each."""
+    assert group.pool is not None
+    pool = as_bytes(group.pool)
+    size = pool.shape[3]
+    # Indexing copies all sources before any slot is written.
+    moved = pool[source_M // size, :, :, source_M % size]
+    pool[target_M // size, :, :, target_M % size] = moved
 
 
 class DeviceTreePaths:

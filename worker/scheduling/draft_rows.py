@@ -14,6 +14,7 @@ from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.config.speculation_config import LOOKAHEAD
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request, RequestStatus, Sequence
+from trimaran.worker.scheduling.path_moves import PathMoves
 from trimaran.worker.scheduling.sequence_drafts import SequenceDrafts
 from trimaran.worker.scheduling.step_plan import DraftRun, Emission, ScheduledStep, StepPlan
 from trimaran.worker.speculation.controller import AcceptanceRate, DraftController, DraftReach
@@ -89,6 +90,8 @@ class DraftRows:
         elif self._growth is not None:
             self._tree, self._ranks = GrownTree(), NodeRates(self._growth.num_nodes)
         self._max_seq_len = config.max_seq_len
+        self.path_moves = PathMoves(cache.block_size)
+        """Moves that earlier stages of a pipeline have not been told."""
         self._reach = DraftReach(self._config.max_draft_tokens)
         """Tokens that a network drafts for each sequence."""
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
@@ -372,6 +375,8 @@ class DraftRows:
                     yield step.sampled[place], token_ids[place]
                     continue
                 own = run.accept(token_ids)
+                if run.tree is not None:
+                    self.path_moves.add(run)
                 count = len(run.path)
                 if not self._take_in(run, own, count, emitted):
                     yield from self._accepted(run, own, count)

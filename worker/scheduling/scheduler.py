@@ -218,7 +218,10 @@ class Scheduler:
         self.step += 1
         self.policy.add_forks(plan.first_samples)
         has_ids = self._micro_batches is not None
-        return self._guided.fill_masks(plan.finish(self.rows.take_finished(), has_ids=has_ids))
+        step = plan.finish(self.rows.take_finished(), has_ids=has_ids)
+        if self.draft_rows is not None and has_ids:
+            step.decision.path_moves = self.draft_rows.path_moves.take()
+        return self._guided.fill_masks(step)
 
     def _plan_running(self, plan: StepPlan) -> None:
         """Schedule what running sequences miss; in a pipeline, a share of the sequences."""

@@ -33,10 +33,11 @@ _ARRAYS = (
     "proposals",
     "tree_masks",
     "tree_runs",
+    "path_moves",
 )
 _COLUMNS = {
     "new_blocks": 4, "block_copies": 3, "transfers": 4, "proposals": 5, "tree_masks": 2,
-    "tree_runs": 3,
+    "tree_runs": 3, "path_moves": 2,
 }  # fmt: skip
 
 
@@ -133,8 +134,8 @@ class SchedulerOutput:
 
     Entry i of the three parallel arrays schedules ``num_scheduled_tokens[i]`` tokens of
     the sequence in ``rows[i]``, after the ``num_computed_tokens[i]`` that have KV already.
-    Decodes come first. A rank applies, in this order: ``finished_rows``, ``new_rows``,
-    ``transfers``, ``block_copies``, ``new_blocks``, the forward pass.
+    Decodes come first. A rank applies, in this order: ``path_moves``, ``finished_rows``,
+    ``new_rows``, ``transfers``, ``block_copies``, ``new_blocks``, the forward pass.
     """
 
     step: int
@@ -209,6 +210,10 @@ class SchedulerOutput:
     ``sampled`` of the row that samples in place of a first draft, the index of the first draft
     row, and the number of these rows. The ranks move what an accepted path has computed to
     consecutive slots."""
+
+    path_moves: Int32Array = field(default_factory=lambda: int32s((), 2))
+    """[n, 2]: slots from and to which earlier stages of a pipeline move what an accepted path
+    has computed, all at once; the last stage has moved its entries."""
 
     @property
     def hidden_rows(self) -> Int32Array:
