@@ -173,15 +173,14 @@ class ModelRegistry:
 
         Raises:
             RequestError: no such model or version, or ``version`` is not a number.
-            NotReadyError: it is being loaded for the first time, or unloaded.
+            NotReadyError: it is being loaded for the first time, or a version is named that
+                is unloaded.
         """
         number, found = self._find(name, version)
         if found.model is not None:
             return found.model
-        if found.state is not VersionState.UNAVAILABLE:
+        if version or found.state is not VersionState.UNAVAILABLE:
             raise NotReadyError(name, str(number))
-        if version:
-            raise _unknown(f"'{name}' version {number} is not found")
         raise _unknown(f"'{name}' has no available versions")
 
     def get_ready(self, name: str, version: str = "") -> Model:

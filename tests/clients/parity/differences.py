@@ -141,8 +141,6 @@ HTTP = (
                '"status": 200'),
     Difference("a backend that is not there is the repository's error",
                "repository/load", "unable to find backend library", "is no Python model"),
-    Difference("a version that is unloaded is unknown; 2.51 says 'not at ready state'",
-               "repository/after", "is not at ready state", "is not found"),
     Difference("a repeated name is found after the conversion of 'parameters'",
                "generate", "Converting keyword: 'parameters'", "already exists in request"),
 )

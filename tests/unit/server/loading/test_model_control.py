@@ -272,7 +272,7 @@ def test_a_new_version_replaces_the_old_version(frontend):
         _, entries = frontend.call("POST", "/v2/repository/index")
         found = {e.get("version"): e["state"] for e in entries if e["name"] == "preprocessing"}
         assert found == {"1": "UNAVAILABLE", "2": "READY"}
-        assert frontend.call("GET", "/v2/models/preprocessing/versions/1/ready")[0] == 404
+        assert frontend.call("GET", "/v2/models/preprocessing/versions/1/ready")[0] == 400
         assert frontend.is_ready()
     finally:
         newer.rmdir()
