@@ -215,7 +215,7 @@ def test_an_unload_waits_for_running_requests_and_ends_the_groups(frontend):
     assert running.text() == whole
     frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
     frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
-    assert frontend.is_ready()
+    frontend.wait_until(frontend.is_ready)
     frontend.wait_until(lambda: 'model="tensorrt_llm"' not in frontend.metrics())
 
 
