@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ _FILLED = frozenset(
 )
 _MAX_IDS = 1 << 22
 """Most ids of the texts of one request: 32 beams of 131,072."""
+
+_MANY_IDS = 1 << 18
+"""Tables of more ids, padding among them, are looked through in a thread."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +72,9 @@ class PostprocessingModel:
             is_long = len(request.ids) > INLINE_IDS
             texts = [await self.tokenizer.in_thread(push) if is_long else push()]
         else:
-            texts = await self.tokenizer.decode_each(_beams(request), self.skip_special_tokens)
+            is_large = request.inputs["TOKENS_BATCH"].data.size > _MANY_IDS
+            beams = await asyncio.to_thread(_beams, request) if is_large else _beams(request)
+            texts = await self.tokenizer.decode_each(beams, self.skip_special_tokens)
         # As the script of Triton's TensorRT-LLM backend answers: [samples x beams], although
         # the configuration declares a batch dimension.
         data = object_array([text.encode() for text in texts])

@@ -33,6 +33,9 @@ pytestmark = pytest.mark.timeout(500)
 
 MAX_GAP_S = 1.0
 MAX_GROWTH_MB = 200.0
+GUIDE_PROCESSES_MB = 4096.0
+"""Processes that compile guides have a limit of their own (docs/guided-decoding.md)."""
+
 NUM_BYTES = 48 << 20
 """A long tensor has contents of so many bytes. The longest message has 64 MiB."""
 SERVICE = "/inference.GRPCInferenceService/"
@@ -145,7 +148,12 @@ def _message(model: str, *others: tuple[list[int], bytes], name: str = "") -> by
     return bytes(message.SerializeToString())
 
 
-def _check(watched: Watched, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def _check(
+    watched: Watched,
+    what: str,
+    capsys: pytest.CaptureFixture[str],
+    max_growth_mb: float = MAX_GROWTH_MB,
+) -> None:
     seen = watched.seen
     with capsys.disabled():
         print(f"\n  {what}\n    {seen}")
@@ -153,7 +161,7 @@ def _check(watched: Watched, what: str, capsys: pytest.CaptureFixture[str]) -> N
     assert seen.num_events > 5
     assert seen.stream_gap_s < MAX_GAP_S, what
     assert seen.health_s < MAX_GAP_S, what
-    assert seen.grown_mb < MAX_GROWTH_MB, what
+    assert seen.grown_mb < max_growth_mb, what
 
 
 @pytest.mark.parametrize(("model", "number"), BATCHES)
@@ -213,4 +221,4 @@ def test_no_long_guide_disturbs_other_clients(server, name, capsys):
         answers = list(clients.map(lambda _: _post(server, GENERATE, body), range(2)))
     what = f"{name}: {[status for status, _ in answers]} {answers[0][1][:200]}"
     assert all(status < 500 or status == 503 for status, _ in answers), what
-    _check(watched, what, capsys)
+    _check(watched, what, capsys, MAX_GROWTH_MB + GUIDE_PROCESSES_MB)

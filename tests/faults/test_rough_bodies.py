@@ -171,6 +171,16 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "the request's id has",
     ),
     "brackets": (GENERATE, lambda: _repeated(b"["), "at most 2097152 values"),
+    "a text of commas and colons": (
+        GENERATE,
+        lambda: b'{"text_input":"%b"}' % _repeated(b"a:,{[", NEARLY_ALL - 1000),
+        "at most",
+    ),
+    "escaped quotes of a text without an end": (
+        GENERATE,
+        lambda: b'{"text_input":"%b' % _repeated(b'\\"a:{,', NEARLY_ALL - 1000),
+        "Missing a closing quotation mark in string",
+    ),
     "text that is no JSON": (GENERATE, lambda: _repeated(b"x"), "failed to parse"),
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 """A number, or a name such as ``null``."""
 
 _IN_STRING = re.compile(r'[^"\\]+')
-_IN_VALUE = re.compile(r'(?s:[^"{}\[\]]+|"(?:[^"\\]|\\.)*")+')
+_IN_VALUE = re.compile(r'(?s:[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")++')
 """What lies between two brackets of a JSON value, whole strings among it."""
 
 _SPACES = re.compile(f"[{SPACE}]+")

@@ -1,6 +1,7 @@
 """JSON bodies of clients, however long."""
 
 import gc
+import tracemalloc
 
 import pytest
 
@@ -40,3 +41,20 @@ def test_json_in_parts_is_that_of_one_call(value):
     assert json_access.dump_in_parts(value) == json_access.dump(value)
     made = json_access.Fragment(json_access.dump(value))
     assert json_access.dump_in_parts({"a": [made]}) == json_access.dump({"a": [value]})
+
+
+def test_values_are_counted_outside_of_strings_however_long_these_are():
+    """Without memory for each character, and without reading an open string twice."""
+    limit = 32 * 1000
+    marks, escaped = b",{[:" * 200_000, b'\\",' * 200_000
+    tracemalloc.start()
+    for text in (marks, escaped, escaped + b"\\\\"):
+        json_access.check_num_values(b'{"a":"%b"}' % text, limit)
+        # The string has no end: its characters are no values either.
+        json_access.check_num_values(b'{"a":"%b' % text, limit)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16 << 20
+    for body in (b'["%b",%b]' % (escaped, b"1," * 1001), b'[%b"%b' % (b"1," * 1001, escaped)):
+        with pytest.raises(RequestError, match="at most 1000 values"):
+            json_access.check_num_values(body, limit)
