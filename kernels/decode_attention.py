@@ -11,6 +11,8 @@ from torch import Tensor
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda import decode as cuda_decode
+from trimaran.kernels.cuda.hopper_gemm import Quantization
+from trimaran.kernels.quantized import FP8, GROUP, Fp8Inputs, Fp8Rows
 from trimaran.kernels.triton.attention import decode as triton_attention_decode
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,18 @@ class DecodeAttention(Protocol):
         """
         ...
 
+    def quantized(
+        self,
+        heads_SAH: Tensor,
+        cos_sin_PR: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        inputs: Fp8Inputs,
+    ) -> Fp8Rows | None:
+        """`rotated`, with each query head as a group of the inputs of an FP8 product."""
+        ...
+
 
 class TritonDecodes:
     """Any attention on any GPU."""
@@ -66,6 +80,9 @@ class TritonDecodes:
 
     def rotated(self, *_arguments: object, is_fixed: bool = False) -> None:
         """Rotation is a kernel of its own."""
+
+    def quantized(self, *_arguments: object) -> None:
+        """Quantization is a kernel of its own."""
 
 
 class HopperDecodes:
@@ -135,6 +152,33 @@ class HopperDecodes:
             cos_sin_PH=cos_sin_PR,
         )  # fmt: skip
         return output_SNH
+
+    def quantized(
+        self,
+        heads_SAH: Tensor,
+        cos_sin_PR: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        inputs: Fp8Inputs,
+    ) -> Fp8Rows | None:
+        """Rotate, store, attend and quantize in one kernel, for heads of `GROUP` dims."""
+        query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
+        if query_SNH.shape[2] != GROUP or inputs.has_power_scales:
+            return None
+        if not cuda_decode.rotates(query_SNH, kv_cache, cos_sin_PR):
+            return None
+        if cuda_decode.refusal(query_SNH, kv_cache, spec) is not None:
+            return None
+        sequences, num_heads, _ = query_SNH.shape
+        values_SNH = query_SNH.new_empty(query_SNH.shape, dtype=FP8)
+        pitch = -(-sequences // 8) * 8
+        scales_NP = query_SNH.new_empty((num_heads, pitch), dtype=torch.float32)
+        output = cuda_decode.QuantizedHeads(values_SNH, Quantization.of(scales_NP, inputs))
+        cuda_decode.decode(
+            query_SNH, kv_cache, metadata, spec, output, cos_sin_PH=cos_sin_PR
+        )  # fmt: skip
+        return Fp8Rows(values_SNH.view(sequences, -1), scales_NP, query_SNH.dtype)
 
 
 def select_decode_attention(device: torch.device, dtype: torch.dtype) -> DecodeAttention:

@@ -93,6 +93,8 @@ class GpuFp8Product(Fp8Product):
         can_use_hopper = self._can_use_hopper(x_TD) and bias_E is None
         if can_use_hopper and fp8_gemm.can_multiply_whole(rows, weight):
             return fp8_gemm.multiply(Fp8Rows(x.values, x.scales, dtype), weight)
+        is_grouped = isinstance(x_TD, Fp8Rows) and x_TD.has_groups
+        assert not is_grouped, "other kernels take a scale a token"
         if rows <= MAX_STREAM_ROWS:
             has_blocks = weight.blocks is not None
             tile = stream_tile(rows, outputs, inner, has_blocks=has_blocks)
@@ -117,6 +119,13 @@ class GpuFp8Product(Fp8Product):
         ):
             return None
         return fp8_gemm.multiply_gated(self._rows(x_TD), self._weight)
+
+    def grouped_inputs(self, num_rows: int) -> Fp8Inputs | None:
+        """Few rows by our Hopper kernel."""
+        can_group = self._has_hopper and not self._inputs.has_power_scales
+        if not can_group or not fp8_gemm.takes_groups(num_rows, self._weight):
+            return None
+        return self._inputs
 
     def _can_use_hopper(self, x_TD: Tensor | Fp8Rows) -> bool:
         return self._has_hopper and x_TD.dtype in (torch.bfloat16, torch.float16)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trimaran.kernels.quantized import (
     FP8,
+    GROUP,
     LARGEST,
     BlockMap,
     Fp8Experts,
@@ -70,6 +71,24 @@ def quantize_groups(x_TD: Tensor, blocks: BlockMap, inputs: Fp8Inputs) -> tuple[
     sizes = torch.tensor([each.stop - each.start for each in groups], device=x_TD.device)
     spread_TD = scales_TG.repeat_interleave(sizes, dim=1)
     return to_fp8(x_TD, spread_TD), scales_TG
+
+
+def quantize_rows(x_TD: Tensor, inputs: Fp8Inputs) -> Fp8Rows:
+    """Rows with a scale for each group of `GROUP` inputs."""
+    rows, width = x_TD.shape
+    assert width % GROUP == 0, f"{width} inputs are no whole groups of {GROUP}"
+    groups = x_TD.reshape(rows * width // GROUP, GROUP)
+    values, scales = quantize_tokens(groups, inputs)
+    scales_TG = scales.expand(len(groups), 1).reshape(rows, -1)
+    scales_GP = scales_TG.new_zeros(width // GROUP, -(-rows // 8) * 8)
+    scales_GP[:, :rows] = scales_TG.T
+    return Fp8Rows(values.view(rows, width), scales_GP, x_TD.dtype)
+
+
+def multiply_rows(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
+    """``x @ weight.T`` [T, E] of rows with groups, in float32."""
+    scales_TD = x.scales[:, : len(x.values)].T.repeat_interleave(GROUP, dim=1)
+    return (x.values.float() * scales_TD) @ weight.values.float().T * weight.scales
 
 
 class ReferenceProduct(Fp8Product):

@@ -20,6 +20,7 @@ from trimaran.kernels.quantized import (
     Fp8Experts,
     Fp8Inputs,
     Fp8Product,
+    Fp8Rows,
     Fp8Weight,
 )
 from trimaran.kernels.routing import ExpertForm
@@ -197,14 +198,26 @@ class TritonOps(TorchOps):
         is_neox: bool = True,
     ) -> Tensor | None:
         """One kernel, for a step of decode rows alone."""
-        if not is_neox or metadata.num_decodes < metadata.seq_lens.shape[0]:
-            return None
-        if metadata.shares_rows:
-            # The kernel stores a row's keys while it attends in other rows.
+        if not is_neox or not _has_lone_decodes(metadata):
             return None
         return self._decodes.rotated(
             heads, cos_sin, kv_cache, metadata, spec, is_fixed=self.is_deterministic
         )
+
+    def quantized_attention(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        inputs: Fp8Inputs,
+        is_neox: bool = True,
+    ) -> Fp8Rows | None:
+        """One kernel, for a step of decode rows alone and heads of a group's size."""
+        if not is_neox or not _has_lone_decodes(metadata) or self.is_deterministic:
+            return None
+        return self._decodes.quantized(heads, cos_sin, kv_cache, metadata, spec, inputs)
 
     def paged_attention(
         self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
@@ -233,3 +246,9 @@ class TritonOps(TorchOps):
         return triton_latent_prompts.attend_step(
             query, latent, key, kv_cache, metadata, spec, heads
         )
+
+
+def _has_lone_decodes(metadata: AttentionMetadata) -> bool:
+    """Whether each row is a sequence's only one. The kernel that rotates stores a row's keys
+    while it attends in other rows."""
+    return metadata.num_decodes == metadata.seq_lens.shape[0] and not metadata.shares_rows

@@ -15,6 +15,7 @@ from trimaran.kernels.quantized import (
     Fp8Experts,
     Fp8Inputs,
     Fp8Product,
+    Fp8Rows,
     Fp8Weight,
 )
 from trimaran.kernels.routing import (
@@ -308,6 +309,23 @@ class Ops(Protocol):
     ) -> Tensor | None:
         """`rope_and_cache` at the slots of ``metadata``, then `paged_attention` of the queries
         in ``heads``, as one operator.
+
+        A backend without such an operator for the step does nothing and returns None.
+        """
+        ...
+
+    def quantized_attention(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        inputs: Fp8Inputs,
+        is_neox: bool = True,
+    ) -> Fp8Rows | None:
+        """`rotated_attention` whose results are the inputs of an FP8 product: each query head
+        is a group of `Fp8Rows`.
 
         A backend without such an operator for the step does nothing and returns None.
         """

@@ -79,20 +79,31 @@ class Fp8Weight(NamedTuple):
     blocks do."""
 
 
-class Fp8Rows(NamedTuple):
-    """Inputs of a product that are quantized already, with a scale a token.
+GROUP = 128
+"""Inputs of a token that have one scale in `Fp8Rows` with groups: those of one step of a
+product, and those that one head of attention makes."""
 
-    Shapes: T tokens, D inner width.
+
+class Fp8Rows(NamedTuple):
+    """Inputs of a product that are quantized already, with a scale a token, or finer scales.
+
+    Shapes: T tokens, D inner width, G groups of `GROUP` inputs.
     """
 
     values: Tensor
     """float8_e4m3fn [T, D], contiguous."""
 
     scales: Tensor
-    """float32 [T], also if the scale is static."""
+    """float32 [T], also if the scale is static; or with groups [G, P], of which
+    [G, T] count: P is T or more, and a multiple of 8."""
 
     dtype: torch.dtype
     """That of the product's result."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether each group of a token's inputs has a scale."""
+        return self.scales.dim() == 2
 
 
 class Fp8Experts(NamedTuple):
@@ -149,6 +160,11 @@ class Fp8Product(Protocol):
     ) -> Fp8Rows | None:
         """The inputs that `Ops.rms_norm`, or with ``residual`` `Ops.add_rms_norm`, would
         make."""
+        return None
+
+    def grouped_inputs(self, num_rows: int) -> Fp8Inputs | None:
+        """How a kernel may quantize so many tokens in groups for this product, or for its
+        `parts` where it makes any; None if it takes no groups."""
         return None
 
     def activate(self, gate_up_TE: Tensor, name: str) -> Fp8Rows | None:

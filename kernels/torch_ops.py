@@ -11,7 +11,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentH
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
-from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Rows, Fp8Weight
 from trimaran.kernels.routing import ExpertForm
 
 
@@ -93,6 +93,19 @@ class TorchOps:
         is_neox: bool = True,
     ) -> Tensor | None:
         """None: torch rotates and attends in two operators."""
+        return None
+
+    def quantized_attention(
+        self,
+        heads: Tensor,
+        cos_sin: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        inputs: Fp8Inputs,
+        is_neox: bool = True,
+    ) -> Fp8Rows | None:
+        """None: torch attends and quantizes in two operators."""
         return None
 
     def fuse_decoder(

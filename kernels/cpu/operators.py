@@ -326,6 +326,9 @@ class CpuOps:
     def rotated_attention(self, *_arguments: object) -> None:
         """None: rotation is an operator of its own."""
 
+    def quantized_attention(self, *_arguments: object) -> None:
+        """None: the CPU multiplies floats."""
+
     def rope_and_cache(
         self,
         heads: Tensor,

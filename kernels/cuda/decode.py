@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.cuda.build import load_cubin
 from trimaran.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, tensor_map
+from trimaran.kernels.cuda.hopper_gemm import Quantization
 from trimaran.kernels.cuda.kv_cache_partitions import partitions_of_heads
 from trimaran.kernels.cuda.l2_partitions import L2Partitions
 from trimaran.kernels.triton.attention.work_items import WorkPlan, plan_work
@@ -31,7 +33,9 @@ _SHARED_BYTES_OF_MANY = {64: 107_296, 128: 115_280}
 _SHARED_BYTES_OF_MANY_BYTES = {64: 91_144, 128: 99_016}
 DTYPES = (torch.float16, torch.bfloat16)
 _STORED = {torch.float8_e4m3fn: 1, torch.int8: 2}
-"""DECODE_STORED of quantized caches."""
+"""DECODE_STORED of quantized caches. FP8 and INT8 become float16 in registers, which holds them
+exactly. There a query is multiplied by a power of two that brings its largest number to
+float16's range."""
 _BLOCKS = (8, 16, 32, 64)
 _MAX_GROUP = 8
 _COLUMNS = 16
@@ -54,8 +58,18 @@ class _Arguments(ctypes.Structure):
         ("page_partitions", ctypes.c_void_p), ("readers", ctypes.c_void_p),
         ("first_page", ctypes.c_longlong), ("num_pages", ctypes.c_int),
         ("partition_mask", ctypes.c_uint), ("processor_partitions", ctypes.c_uint * 8),
-        ("shares", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p), ("quantization", Quantization),
     )  # fmt: skip
+
+
+class QuantizedHeads(NamedTuple):
+    """Where attention puts results in FP8."""
+
+    values: Tensor
+    """e4m3 [S, N, H], contiguous, heads of 128."""
+
+    quantization: Quantization
+    """Its scales are [N, P]: each head has its own."""
 
 
 def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | None:
@@ -103,7 +117,7 @@ def decode(
     kv_cache: Tensor,
     metadata: AttentionMetadata,
     spec: AttentionSpec,
-    output_SNH: Tensor,
+    output: Tensor | QuantizedHeads,
     *,
     is_fixed: bool = False,
     cos_sin_PH: Tensor | None = None,
@@ -123,14 +137,11 @@ def decode(
 
     With ``shares_reads`` in a step that ``shares_rows``, queries of one sequence read its keys
     together, as many as fit the columns. With ``is_fixed`` each has its result without others.
-
-    FP8 and INT8 become float16 in registers, which holds them exactly. There a query is
-    multiplied by a power of two that brings its largest number to float16's range.
     """
     num_heads, head_size = query_SNH.shape[1:]
     num_kv_heads = kv_cache.shape[3]
     device = query_SNH.device
-    partitions = partitions_of_heads(kv_cache)
+    output_SNH = output if isinstance(output, Tensor) else output.values
     shares = shares_reads and metadata.shares_rows and cos_sin_PH is None
     plan, reads_ahead = _plan_of(
         query_SNH, kv_cache, metadata, is_fixed=is_fixed, shares=shares
@@ -147,9 +158,11 @@ def decode(
         kv_cache.stride()[:4],
         None if spec.kv_scales is None else spec.kv_scales.data_ptr(),
     )  # fmt: skip
+    if isinstance(output, QuantizedHeads):
+        arguments.quantization = output.quantization
     if plan.shares is not None:
         arguments.shares = plan.shares.data_ptr()
-    if partitions is not None:
+    if (partitions := partitions_of_heads(kv_cache)) is not None:
         _read_by_partitions(arguments, plan, partitions)
     kernel = _kernel(
         device, query_SNH.dtype, head_size, kv_cache.dtype, shares=plan.shares is not None

@@ -15,7 +15,7 @@ from trimaran.kernels.compilations import hooks
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import HopperGemm
 from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm, compile_choice
-from trimaran.kernels.quantized import Fp8Rows, Fp8Weight
+from trimaran.kernels.quantized import GROUP, Fp8Rows, Fp8Weight
 from trimaran.kernels.tables.product_table import GemmShape, Kind, SkinnyShape
 
 # Shapes: T tokens, D inner width, E gate and up.
@@ -215,13 +215,22 @@ def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     return _multiply(x, weight, cut, "gated")
 
 
+def takes_groups(num_rows: int, weight: Fp8Weight) -> bool:
+    """Whether `multiply_parts` takes so many rows with a scale for each group of inputs, or
+    `multiply` where there are no parts."""
+    if weight.values.shape[1] % GROUP:
+        return False
+    return can_make_parts(num_rows, weight) or can_multiply_whole(num_rows, weight)
+
+
 def can_make_parts(num_rows: int, weight: Fp8Weight) -> bool:
     """Whether `multiply_parts` takes so many rows; see `parts_cut`."""
     return parts_cut(num_rows, *weight.values.shape, _processors(weight)) is not None
 
 
 def multiply_parts(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
-    """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, if it `can_make_parts`."""
+    """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, if it `can_make_parts`; of rows
+    with groups if it `takes_groups`."""
     cut = parts_cut(x.values.shape[0], *weight.values.shape, _processors(weight))
     assert cut is not None, "another kernel multiplies so many rows"
     return _multiply(x, weight, cut, "parts")
@@ -240,13 +249,15 @@ def multiply(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
 
 
 def _multiply(x: Fp8Rows, weight: Fp8Weight, cut: Cut, kind: Kind) -> Tensor:
-    _compile(weight.values.shape, kind, x.dtype, _processors(weight))
-    kernel = _kernel(cut, kind, x.dtype, x.values.device)
+    _compile(weight.values.shape, kind, x.dtype, _processors(weight), x.has_groups)
+    kernel = _kernel(cut, kind, x.dtype, x.values.device, x.has_groups)
     return kernel.multiply_fp8(x.values, x.scales, weight.values, weight.scales)
 
 
 @functools.lru_cache(maxsize=1024)
-def _compile(size: torch.Size, kind: Kind, dtype: torch.dtype, processors: int) -> None:
+def _compile(
+    size: torch.Size, kind: Kind, dtype: torch.dtype, processors: int, has_groups: bool
+) -> None:
     """Compile the kernels of all numbers of rows in parallel, at a weight's first use."""
     outputs, inner = size
     choosers: dict[Kind, Callable[[int], Cut | None]] = {
@@ -255,7 +266,9 @@ def _compile(size: torch.Size, kind: Kind, dtype: torch.dtype, processors: int) 
         "plain": lambda rows: whole_cut(rows, outputs, inner, processors),
     }
     cuts = {cut for rows in _TILES if (cut := choosers[kind](rows)) is not None}
-    compile_one = functools.partial(compile_choice, dtype=dtype, kind=kind, is_fp8=True)
+    compile_one = functools.partial(
+        compile_choice, dtype=dtype, kind=kind, is_fp8=True, has_groups=has_groups
+    )
     with hooks.waiting(f"FP8 products by {outputs} x {inner}"):
         with ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(compile_one, cuts))
@@ -263,11 +276,11 @@ def _compile(size: torch.Size, kind: Kind, dtype: torch.dtype, processors: int) 
 
 @functools.lru_cache(maxsize=256)
 def _kernel(
-    cut: Cut, kind: Kind, dtype: torch.dtype, device: torch.device
+    cut: Cut, kind: Kind, dtype: torch.dtype, device: torch.device, has_groups: bool
 ) -> HopperGemm | SkinnyGemm:
     if isinstance(cut, SkinnyShape):
-        return SkinnyGemm(cut, dtype, device, kind, is_fp8=True)
-    return HopperGemm(cut, dtype, device, kind, is_fp8=True)
+        return SkinnyGemm(cut, dtype, device, kind, is_fp8=True, has_groups=has_groups)
+    return HopperGemm(cut, dtype, device, kind, is_fp8=True, has_groups=has_groups)
 
 
 def _processors(weight: Fp8Weight) -> int:

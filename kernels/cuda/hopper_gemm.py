@@ -16,9 +16,27 @@ from trimaran.kernels.cuda.driver import (
     TensorMap,
     tensor_map,
 )
+from trimaran.kernels.quantized import Fp8Inputs
 from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind
 
-# Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product.
+# Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product, G groups.
+
+
+class Quantization(ctypes.Structure):
+    """How results are quantized, and where their scales go; see ``quantized_rows.cuh``."""
+
+    _fields_ = (
+        ("scales", ctypes.c_void_p),
+        ("fixed", ctypes.c_void_p),
+        ("bound", ctypes.c_float),
+        ("pitch", ctypes.c_int),
+    )
+
+    @classmethod
+    def of(cls, scales_GP: Tensor, inputs: Fp8Inputs) -> Quantization:
+        """Into these scales, for a product of such inputs."""
+        fixed = None if inputs.scale is None else inputs.scale.data_ptr()
+        return cls(scales_GP.data_ptr(), fixed, float(inputs.bound), scales_GP.stride(0))
 
 
 class _Arguments(ctypes.Structure):
@@ -38,6 +56,7 @@ class _Arguments(ctypes.Structure):
         ("hint_w", ctypes.c_uint64),
         ("scales_x", ctypes.c_void_p),
         ("scales_w", ctypes.c_void_p),
+        ("scale_pitch", ctypes.c_int),
     )
 
 
@@ -58,17 +77,19 @@ class HopperGemm:
         *,
         overlaps: bool = True,
         is_fp8: bool = False,
+        has_groups: bool = False,
     ) -> None:
         shape.check(kind)
         self.shape = shape
         self._kind = kind
         self._dtype = dtype
+        self._has_groups = has_groups
         cluster = shape.cluster(kind)
-        self._kernel = CudaModule(compile_gemm(shape, dtype, kind, is_fp8)).kernel(
+        self._kernel = CudaModule(compile_gemm(shape, dtype, kind, is_fp8, has_groups)).kernel(
             "gemm",
             device,
             num_threads=128 * (shape.warpgroups + 1),
-            shared_bytes=shape.stages * shape.stage_bytes + 1024,
+            shared_bytes=_num_stages(shape, has_groups) * shape.stage_bytes + 1024,
             cluster=cluster,
             overlaps=overlaps,
         )
@@ -88,7 +109,7 @@ class HopperGemm:
         of the kernel.
 
         D is a multiple of 16. Sums are added to float32 after each 128 values. For a kernel
-        that was made with ``is_fp8``.
+        that was made with ``is_fp8``; with ``has_groups``, ``scales_T`` is [G, P] of `Fp8Rows`.
         """
         pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
         return self._multiply(*pairs, self._dtype, (scales_T, scales_E))
@@ -133,6 +154,8 @@ class HopperGemm:
             READ_ONCE if row_groups == 1 else READ_AGAIN,
             *(each.data_ptr() for each in scales or ()),
         )  # fmt: skip
+        if self._has_groups and scales is not None:
+            arguments.scale_pitch = scales[0].stride(0)
         maps: tuple[TensorMap, TensorMap] = (
             weight_tiles(x_TD, slice_rows),
             weight_tiles(weight_ED, slice_columns),
@@ -151,14 +174,18 @@ def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def compile_gemm(
-    shape: GemmShape, dtype: torch.dtype, kind: Kind, is_fp8: bool = False
+    shape: GemmShape,
+    dtype: torch.dtype,
+    kind: Kind,
+    is_fp8: bool = False,
+    has_groups: bool = False,
 ) -> bytes:
     """The kernel for this shape; a split's number and ``max_early`` are launch arguments."""
     defines = [
         f"GEMM_MI={shape.rows // 64 // shape.warpgroups}",
         f"GEMM_WARPGROUPS={shape.warpgroups}",
         f"GEMM_CHUNKS={shape.columns // 16}",
-        f"GEMM_STAGES={shape.stages}",
+        f"GEMM_STAGES={_num_stages(shape, has_groups)}",
         f"GEMM_SPLIT={int(kind != 'parts' and shape.split > 1)}",
         f"GEMM_PARTS={int(kind == 'parts')}",
         f"GEMM_SHARES_WEIGHTS={int(shape.shares_weights)}",
@@ -169,7 +196,16 @@ def compile_gemm(
         defines.append("GEMM_FLOAT16")
     if is_fp8:
         defines += ["GEMM_FP8", f"GEMM_PRODUCT_CHUNKS={_product_chunks(shape)}"]
+    if has_groups:
+        defines.append("GEMM_GROUPS")
     return load_cubin("gemm", "sm_90a", tuple(defines))
+
+
+def _num_stages(shape: GemmShape, has_groups: bool) -> int:
+    """Stages that fit, with the scales of the rows' groups."""
+    if not has_groups:
+        return shape.stages
+    return min(shape.max_stages, shape.ring_bytes // (shape.stage_bytes + 4 * shape.rows))
 
 
 def _product_chunks(shape: GemmShape) -> int:

@@ -13,7 +13,7 @@ from trimaran.kernels.cuda.driver import READ_ONCE, CudaModule
 from trimaran.kernels.cuda.hopper_gemm import compile_gemm, weight_tiles
 from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind, SkinnyShape
 
-# Shapes: T tokens, D inner width, E outputs of the weight.
+# Shapes: T tokens, D inner width, E outputs of the weight, G groups.
 
 _THREADS = 192
 
@@ -31,6 +31,8 @@ class _Arguments(ctypes.Structure):
         ("hint_w", ctypes.c_uint64),
         ("scales_x", ctypes.c_void_p),
         ("scales_w", ctypes.c_void_p),
+        ("scale_pitch", ctypes.c_int),
+        ("last_group", ctypes.c_int),
     )
 
 
@@ -49,12 +51,15 @@ class SkinnyGemm:
         kind: Kind,
         *,
         is_fp8: bool = False,
+        has_groups: bool = False,
     ) -> None:
         shape.check(kind)
         self.shape = shape
-        self._kind, self._dtype = kind, dtype
+        self._kind, self._dtype, self._has_groups = kind, dtype, has_groups
         ring = shape.stages(kind) * shape.stage_bytes(kind)
-        self._kernel = CudaModule(compile_skinny(shape, dtype, kind, is_fp8)).kernel(
+        self._kernel = CudaModule(
+            compile_skinny(shape, dtype, kind, is_fp8, has_groups)
+        ).kernel(
             "skinny_gemm",
             device,
             num_threads=_THREADS,
@@ -71,12 +76,16 @@ class SkinnyGemm:
         self, x_TD: Tensor, scales_T: Tensor, weight_ED: Tensor, scales_E: Tensor
     ) -> Tensor:
         """The same of e4m3 values that are multiplied by float32 scales of rows. Sums are added
-        to float32 after each 128 values. For a kernel that was made with ``is_fp8``."""
+        to float32 after each 128 values. For a kernel that was made with ``is_fp8``; with
+        ``has_groups``, ``scales_T`` is [G, P] of `Fp8Rows`."""
         pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
         return self._multiply(*pairs, (scales_T, scales_E))
 
     def _multiply(
-        self, x_TD: Tensor, weight_ED: Tensor, scales: tuple[Tensor, Tensor] | None
+        self,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        scales: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         shape, kind = self.shape, self._kind
         num_rows, inner = x_TD.shape
@@ -98,6 +107,9 @@ class SkinnyGemm:
             num_stages, groups, shape.split, shape.early_stages(kind), READ_ONCE,
             *(each.data_ptr() for each in scales or ()),
         )  # fmt: skip
+        if self._has_groups and scales is not None:
+            arguments.scale_pitch = scales[0].stride(0)
+            arguments.last_group = scales[0].shape[0] - 1
         maps = (
             weight_tiles(x_TD, shape.tokens),
             weight_tiles(weight_ED, shape.lines),
@@ -109,7 +121,11 @@ class SkinnyGemm:
 
 @functools.lru_cache(maxsize=256)
 def compile_skinny(
-    shape: SkinnyShape, dtype: torch.dtype, kind: Kind, is_fp8: bool = False
+    shape: SkinnyShape,
+    dtype: torch.dtype,
+    kind: Kind,
+    is_fp8: bool = False,
+    has_groups: bool = False,
 ) -> bytes:
     """The kernel for this shape; a split's number is a launch argument."""
     defines = [
@@ -120,6 +136,7 @@ def compile_skinny(
         f"SKINNY_STAGES={shape.stages(kind)}",
         f"SKINNY_GATED={int(kind == 'gated')}",
         f"SKINNY_PARTS={int(kind == 'parts')}",
+        f"SKINNY_GROUPS={int(has_groups)}",
     ]
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")
@@ -129,10 +146,14 @@ def compile_skinny(
 
 
 def compile_choice(
-    choice: GemmShape | SkinnyShape, dtype: torch.dtype, kind: Kind, is_fp8: bool = False
+    choice: GemmShape | SkinnyShape,
+    dtype: torch.dtype,
+    kind: Kind,
+    is_fp8: bool = False,
+    has_groups: bool = False,
 ) -> None:
     """Compile the kernel of a tile shape of either kernel, or find it in the cache."""
     if isinstance(choice, SkinnyShape):
-        compile_skinny(choice, dtype, kind, is_fp8)
+        compile_skinny(choice, dtype, kind, is_fp8, has_groups)
     else:
-        compile_gemm(choice, dtype, kind, is_fp8)
+        compile_gemm(choice, dtype, kind, is_fp8, has_groups)

@@ -101,9 +101,14 @@ class GemmShape:
         return 2 * INNER_STEP * (self.rows + self.columns)
 
     @property
+    def ring_bytes(self) -> int:
+        """Shared memory for stages."""
+        return _SHARED_BYTES
+
+    @property
     def stages(self) -> int:
         """The largest allowed number of stages that fit."""
-        return min(self.max_stages, _SHARED_BYTES // self.stage_bytes)
+        return min(self.max_stages, self.ring_bytes // self.stage_bytes)
 
     @property
     def early_tiles(self) -> int:

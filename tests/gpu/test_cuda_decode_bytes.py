@@ -12,7 +12,9 @@ from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionSpec
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.decode_attention import HopperDecodes
+from trimaran.kernels.fp8_reference import quantize_rows
 from trimaran.kernels.kv_quantization import KV_DTYPES, LARGEST, as_bytes, head_scales
+from trimaran.kernels.quantized import Fp8Inputs
 from trimaran.kernels.triton import rotary as triton_rotary
 
 pytestmark = pytest.mark.gpu
@@ -136,6 +138,17 @@ def test_fused_rotation_equals_separate_rotation(
     assert found is not None
     assert found.equal(wanted)
     assert as_bytes(own).equal(as_bytes(step.cache))
+
+    # The same keys are stored again.
+    for inputs in (Fp8Inputs(), Fp8Inputs(scale=torch.tensor(0.01, device=DEVICE))):
+        rows = HopperDecodes(DEVICE, dtype).quantized(
+            product, table, own, metadata, step.spec, inputs
+        )
+        assert (rows is None) == (size != 128)
+        if rows is not None:
+            expected = quantize_rows(wanted.flatten(1), inputs)
+            assert rows.scales[:, : len(lengths)].equal(expected.scales[:, : len(lengths)])
+            assert as_bytes(rows.values).equal(as_bytes(expected.values))
 
 
 def test_a_quantized_cache_without_scales_is_refused(kind, dtype):

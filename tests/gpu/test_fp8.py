@@ -272,6 +272,42 @@ def same_rows(found, floats, inputs):
     assert found.scales.equal(scales)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 32, 33, 64, 65, 128, 200, 256])
+@pytest.mark.parametrize(
+    ("outputs", "inner"), [(4096, 4096), (4096, 14336), (544, 1664), (2048, 8192)]
+)
+def test_products_of_groups_are_those_of_the_torch_twin(rows, outputs, inner, dtype):
+    weight, x = weight_of(outputs, inner), drawn(rows, inner, dtype)
+    # The products are in the range of float16.
+    x = x / x.abs().amax(1, keepdim=True)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    if product.grouped_inputs(rows) is None:
+        assert rows > 128
+        return
+    grouped = fp8_reference.quantize_rows(x, Fp8Inputs())
+    expected = fp8_reference.multiply_rows(grouped, weight)
+    parts = product.parts(grouped)
+    if parts is None or rows <= 32 or 64 < rows <= 128:
+        assert error(product(grouped), expected) < TOLERANCE
+    if parts is not None:
+        assert parts.dtype is torch.float32
+        assert error(parts.sum(0), expected) < TOLERANCE
+
+
+def test_other_products_take_no_groups():
+    few = GpuFp8Product(weight_of(4096, 4096), Fp8Inputs(), is_fixed=False)
+    assert few.grouped_inputs(300) is None
+    for weight, inputs, is_fixed in (
+        (weight_of(4096, 4096, 128), Fp8Inputs(), False),
+        (weight_of(4096, 4096), Fp8Inputs(has_power_scales=True), False),
+        (weight_of(4096, 4096), Fp8Inputs(), True),
+        (weight_of(4096, 4112), Fp8Inputs(), False),
+    ):
+        product = GpuFp8Product(weight, inputs, is_fixed=is_fixed)
+        assert product.grouped_inputs(16) is None
+
+
 @pytest.mark.parametrize("block", [0, 128])
 def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(block):
     weight, x = weight_of(4096, 4096, block), drawn(300, 4096)

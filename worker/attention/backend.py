@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Rows
 from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.rotary import RotaryEmbedding
@@ -77,6 +78,11 @@ class ForwardContext:
     taps: LayerTaps | None = None
     """Keeps the inputs of some layers, if a network drafts from them."""
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether `narrow` drops no rows in this layer."""
+        return self.wanted is None or not self.is_in_last_layer
+
     def narrow(self, x: Tensor) -> Tensor:
         """Drop the rows of tokens that the wanted results do not depend on: [T, ...] to [N,
         ...].
@@ -84,7 +90,7 @@ class ForwardContext:
         A layer calls this after it has stored its keys and values: in the last layer, no later
         result depends on the other tokens.
         """
-        if self.wanted is None or not self.is_in_last_layer:
+        if self.wanted is None or self.keeps_all:
             return x
         return x.index_select(0, self.wanted)
 
@@ -147,6 +153,18 @@ class AttentionBackend(Protocol):
         ``heads`` holds the N queries, then the K keys and K values of each token, and is
         overwritten. Returns [T, N, H].
         """
+        ...
+
+    def rotate_and_quantize(
+        self,
+        heads_TAH: Tensor,
+        rotary: RotaryEmbedding,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        inputs: Fp8Inputs,
+    ) -> Fp8Rows | None:
+        """`rotate_and_attend`, with each query head as a group of the inputs of an FP8 product
+        [T, N * H]; None, without effect, where the device has no kernel for the step."""
         ...
 
     def attend(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.operators import Ops
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Rows
 from trimaran.worker.layers.rotary import RotaryEmbedding
 
 # Shapes: T tokens of the step, N query heads, K key-value heads, A = N + 2 K, H head size,
@@ -65,6 +66,21 @@ class PagedAttention:
         rotary.forward(heads_TAH, positions_T, kv_cache, slots_T, scales_4K)
         query_TNH = heads_TAH[:, : -2 * kv_cache.shape[3]]
         return self.attend(query_TNH, kv_cache, metadata)
+
+    def rotate_and_quantize(
+        self,
+        heads_TAH: Tensor,
+        rotary: RotaryEmbedding,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        inputs: Fp8Inputs,
+    ) -> Fp8Rows | None:
+        """See `AttentionBackend`."""
+        if rotary.switch_at:
+            return None
+        return self._ops.quantized_attention(
+            heads_TAH, rotary.cos_sin, kv_cache, metadata, self.spec, inputs, rotary.is_neox
+        )
 
     def attend(
         self, query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import Fp8Product, Fp8Rows
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Rows
 from trimaran.worker.config.quantization import QuantizationConfig
 from trimaran.worker.layers.methods import (
     LinearMethod,
@@ -347,6 +347,16 @@ class RowParallelLinear(ParallelLinear):
         if plain is not None:
             return PendingSum(self._linear_parts(plain, self.weight), self.tp)
         return PendingSum(self._parts(x_TD), self.tp)
+
+    def grouped_inputs(self, residual_TD: Tensor | None) -> Fp8Inputs | None:
+        """How inputs of `add_to` with this residual may be quantized in groups; None if it
+        takes none."""
+        own = self.own_product
+        if own is None or residual_TD is None or self.bias is not None:
+            return None
+        if self.tp.size > 1 and not can_wait(self.tp, residual_TD):
+            return None
+        return own.grouped_inputs(residual_TD.shape[0])
 
     def _parts(self, x_TD: Tensor | Fp8Rows) -> Tensor:
         """This rank's product, in float32 parts [parts, T, E] where these are faster."""

@@ -106,10 +106,30 @@ class LlamaAttention(nn.Module):
         if product_TE is None:
             product_TE = self.qkv_proj.forward(hidden_TD)
         heads_TAH = self._heads(product_TE)
+        if context.keeps_all:
+            grouped = self._attend_in_groups(heads_TAH, residual_TD, kv_cache, context)
+            if grouped is not None:
+                return self.o_proj.add_to(residual_TD, grouped)
         output = self.backend.rotate_and_attend(
             heads_TAH, self._rotary[0], positions_T, kv_cache, attention
         ).flatten(1)
         return self.o_proj.add_to(residual_TD, output if is_narrow else context.narrow(output))
+
+    def _attend_in_groups(
+        self,
+        heads_TAH: Tensor,
+        residual_TD: Tensor | None,
+        kv_cache: Tensor,
+        context: ForwardContext,
+    ) -> Fp8Rows | None:
+        """The output product's inputs from the kernel of attention; None, without effect, if
+        they take a kernel of their own."""
+        inputs = self.o_proj.grouped_inputs(residual_TD)
+        if inputs is None:
+            return None
+        return self.backend.rotate_and_quantize(
+            heads_TAH, self._rotary[0], kv_cache, context.attention, inputs
+        )
 
     def _store(
         self,

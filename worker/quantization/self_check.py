@@ -52,6 +52,7 @@ def check_product(
     kind = _Kind("FP8", weight.values.shape, weight.values.device, dtype)
     _check(product, definition, kind, weight.scales)
     _check(lambda x: _sum_of_parts(product, x), definition, kind, weight.scales)
+    _check_groups(product, weight, kind)
     if is_gated:
         for rows in _ROWS[1:]:
             _check_gated(product, definition, kind, rows)
@@ -60,6 +61,27 @@ def check_product(
 def _sum_of_parts(product: Fp8Product, x_TD: Tensor) -> Tensor | None:
     parts_STE = product.parts(x_TD)
     return None if parts_STE is None else parts_STE.sum(0)
+
+
+def _check_groups(product: Fp8Product, weight: Fp8Weight, kind: _Kind) -> None:
+    """The same of inputs with a scale for each group."""
+
+    def multiply(x_TD: Tensor) -> Tensor | None:
+        inputs = product.grouped_inputs(len(x_TD))
+        if inputs is None:
+            return None
+        rows = fp8_reference.quantize_rows(x_TD, inputs)
+        parts_STE = product.parts(rows)
+        return product(rows) if parts_STE is None else parts_STE.sum(0)
+
+    def definition(outputs: slice) -> _Product:
+        part = _part(weight, outputs)
+        # Asked for numbers of tokens with groups alone.
+        return lambda x: fp8_reference.multiply_rows(
+            fp8_reference.quantize_rows(x, product.grouped_inputs(len(x)) or Fp8Inputs()), part
+        )
+
+    _check(multiply, definition, kind, weight.scales)
 
 
 def check_integer_product(

@@ -26,15 +26,6 @@
 
 namespace {
 
-// Whole multiples of 16 bytes, which count as bytes of a barrier.
-__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int count, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-        "[%3];" ::"r"(to),
-        "l"(from), "r"(count), "r"(barrier)
-        : "memory");
-}
-
 // ---- The warp that copies.
 
 // Lane l has the l-th box of a tile: a block's keys or values, contiguous in memory.
@@ -100,13 +91,13 @@ struct Copier {
     __device__ __forceinline__ void copy_rows(int sequence, int head, int count, u32 slot,
                                               u32 place, int to_row) {
         const char* token = static_cast<const char*>(a.query) + 2 * sequence * a.query_stride;
-        copy_bytes(beside(place, to_row), token + 2 * head * HEAD, count * HEAD * 2,
+        copy_flat(beside(place, to_row), token + 2 * head * HEAD, count * HEAD * 2,
                    ring.barriers + slot * 8);
     }
 
     __device__ __forceinline__ void copy_angles(const Split& split, u32 slot) {
         const int position = max(split.length - 1, 0);
-        copy_bytes(beside(slot, ANGLE_ROWS), a.angles + static_cast<long long>(position) * HEAD,
+        copy_flat(beside(slot, ANGLE_ROWS), a.angles + static_cast<long long>(position) * HEAD,
                    HEAD * 4, ring.barriers + slot * 8);
     }
 

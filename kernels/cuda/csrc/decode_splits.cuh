@@ -1,7 +1,7 @@
 // Shared by the warps of a decode's attention: splits of sequences, and a ring of tiles.
 #pragma once
 
-#include "hopper.cuh"
+#include "quantized_rows.cuh"
 
 namespace {
 
@@ -78,6 +78,8 @@ struct Arguments {
     // [splits]: queries, the second query's sequence, the first partial result of the sequence's
     // first split, and keys complete before the step; read if columns are for several queries.
     const int4* shares;
+    // With scales of its own, each query's head of 128 is a group of e4m3 in the output.
+    Quantization quantization;
 };
 
 // The copying warp's descriptor of a tile in the ring.

@@ -23,10 +23,32 @@ struct SplitSums {
         return S::SHARES ? column / a.group : 0;
     }
 
+    // Four numbers of a head of a query, by all lanes of a warp.
     __device__ __forceinline__ void store(int sequence, int place, float4 value) const {
+        if constexpr (HEAD == kGroup) {
+            if (a.quantization.scales) {
+                store_quantized(sequence, place, value);
+                return;
+            }
+        }
         char* to = static_cast<char*>(a.output) + 2 * (sequence * a.output_stride + place);
         *reinterpret_cast<uint2*>(to) =
             make_uint2(pack<IS_BF16>(value.x, value.y), pack<IS_BF16>(value.z, value.w));
+    }
+
+    __device__ __forceinline__ void store_quantized(int sequence, int place,
+                                                    float4 value) const {
+        const float2 first = unpack<IS_BF16>(pack<IS_BF16>(value.x, value.y));
+        const float2 last = unpack<IS_BF16>(pack<IS_BF16>(value.z, value.w));
+        float peak = larger(larger(0.0f, first), last);
+        for (int i = 16; i > 0; i /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+        const float scale = scale_of(a.quantization, peak);
+        const float inverse = __fdiv_rn(1.0f, scale);
+        char* to = static_cast<char*>(a.output) + sequence * a.output_stride + place;
+        *reinterpret_cast<u32*>(to) =
+            two_bytes(first, inverse) | two_bytes(last, inverse) << 16;
+        if (place % kGroup == 0)
+            a.quantization.scales[place / kGroup * a.quantization.pitch + sequence] = scale;
     }
 
     // Counts two splits, of these `heads`, as done; the last warp of a sequence combines all of

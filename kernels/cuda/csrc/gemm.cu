@@ -15,6 +15,7 @@
 // above as many up rows; out = silu(x @ gate.T) * (x @ up.T). GEMM_FLOAT16: float16 instead of
 // bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in bfloat16, with a scale for each row.
 // The matrix units' own sums of FP8 have 22 bits: they are added to float32 after each 128.
+// GEMM_GROUPS: rows of x have a scale for each 128 values, which are copied beside them.
 #include "gemm_sums.cuh"
 #include "wide_product.cuh"
 #ifdef GEMM_FP8
@@ -105,7 +106,19 @@ __device__ __forceinline__ void copy_all_rows(const Arguments& args, const Place
         const Tile tile(args, place, group);
         for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
             barrier_wait(ring.released(), ring.parity ^ 1);
+#ifdef GEMM_GROUPS
+            // A neighbour's tile may lie behind the last row.
+            const int scales = max(0, min(kRows, args.scale_pitch - tile.row * kRows));
+            barrier_arrive_expect(ring.filled(), bytes + 4 * scales);
+            if (scales > 0) {
+                copy_flat(shared_address(group_scales[ring.stage]),
+                          args.scales_x + (tile.first_step + n) * args.scale_pitch +
+                              tile.row * kRows,
+                          4 * scales, ring.filled());
+            }
+#else
             barrier_arrive_expect(ring.filled(), bytes);
+#endif
             copy_rows(args, ring, place, map, tile.first_step + n, tile.row);
         }
     }
@@ -141,9 +154,15 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
     clear(sums);
     clear(short_sums);
     Scales scales(args, tile);
+#ifdef GEMM_GROUPS
+    float own[GEMM_MI][2];
+#endif
     // Products that run while others are added up are serialised by the compiler, and slower.
     for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
         barrier_wait(ring.filled(), ring.parity);
+#ifdef GEMM_GROUPS
+        load_group(ring.stage, own);
+#endif
         const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
@@ -169,7 +188,14 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
             for (int i = 0; i < GEMM_MI; ++i) {
                 pin(short_sums[i]);
 #pragma unroll
-                for (int j = 0; j < kShort; ++j) sums[i][piece * kShort + j] += short_sums[i][j];
+                for (int j = 0; j < kShort; ++j) {
+                    float& sum = sums[i][piece * kShort + j];
+#ifdef GEMM_GROUPS
+                    sum = fmaf(short_sums[i][j], own[i][j / 2 % 2], sum);
+#else
+                    sum += short_sums[i][j];
+#endif
+                }
             }
         }
     }

@@ -1,6 +1,7 @@
 // The work of the blocks of gemm.cu, and the sizes of their tiles.
 #pragma once
 
+#include "quantized_rows.cuh"
 #include "tile_ring.cuh"
 
 namespace {
@@ -39,8 +40,10 @@ struct Arguments {
     int slice_w;  // rows of w that a block copies if these are shared
     int max_early;  // tiles of weights in flight before the rows of x are ready
     u64 hint_w;      // cache policy of weights
-    // With GEMM_FP8: the scale of each row of x, and of each row of w.
+    // With GEMM_FP8: the scale of each row of x, with GEMM_GROUPS [groups, scale_pitch] of each
+    // 128 values of a row, and the scale of each row of w.
     const float *scales_x, *scales_w;
+    int scale_pitch;  // a multiple of 4
 };
 
 namespace {

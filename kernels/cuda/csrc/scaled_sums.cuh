@@ -43,6 +43,13 @@ struct Scales {
         return __ldg(reinterpret_cast<const float2*>(first + is_up * args.columns + column));
     }
 
+#ifdef GEMM_GROUPS
+    // Sums of each group have been multiplied by its scale.
+    __device__ __forceinline__ void load_rows(const Arguments&, const Tile&) {
+#pragma unroll
+        for (int i = 0; i < GEMM_MI; ++i) of_rows[i][0] = of_rows[i][1] = 1.0f;
+    }
+#else
     // After rows of x have arrived.
     __device__ __forceinline__ void load_rows(const Arguments& args, const Tile& tile) {
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
@@ -56,6 +63,7 @@ struct Scales {
             }
         }
     }
+#endif
 
     __device__ __forceinline__ void apply(const Arguments& args,
                                           float (&sums)[GEMM_MI][kSums]) const {
@@ -77,5 +85,23 @@ struct Scales {
         }
     }
 };
+
+#ifdef GEMM_GROUPS
+// Those of each row of x in each stage of the ring.
+__shared__ __align__(16) float group_scales[GEMM_STAGES][kRows];
+
+// Those of this thread's rows.
+__device__ __forceinline__ void load_group(int stage, float (&scales)[GEMM_MI][2]) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < GEMM_MI; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            scales[i][half] = group_scales[stage][(threadIdx.x / 128 * GEMM_MI + i) * 64 +
+                                                  warp * 16 + 8 * half + lane / 4];
+        }
+    }
+}
+#endif
 
 }  // namespace

@@ -11,9 +11,10 @@
 //
 // GEMM_FLOAT16: float16 instead of bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in
 // bfloat16, with a scale for each row. The matrix units' own sums of FP8 have 22 bits: they are
-// added to float32 after each 128.
+// added to float32 after each 128. SKINNY_GROUPS: rows of x have a scale for each 128 values.
 #define GEMM_CHUNKS GEMM_PRODUCT_CHUNKS
 #include "cluster.cuh"
+#include "quantized_rows.cuh"
 #include "results.cuh"
 #include "wide_product.cuh"
 
@@ -28,6 +29,7 @@ struct Arguments {
     int max_early;    // stages of weights in flight before the rows of x are ready
     u64 hint_w;       // cache policy of weights
     const float *scales_x, *scales_w;  // with GEMM_FP8: of each row
+    int scale_pitch, last_group;       // with SKINNY_GROUPS: scales of x [groups, pitch]
 };
 
 namespace {
@@ -70,6 +72,11 @@ struct Ring {
         }
     }
 };
+
+#if SKINNY_GROUPS
+// The scales of the rows of x in each panel of the ring.
+__shared__ __align__(16) float group_scales[SKINNY_STAGES][kPanels][kTokens];
+#endif
 
 struct Work {
     int tile, part, first_step, num_steps;
@@ -132,9 +139,21 @@ __device__ __forceinline__ void copy_all_rows(const Arguments& args, Ring ring,
         const Work work(args, group);
         for (int n = 0; n < work.num_steps; ++n, ring.advance()) {
             barrier_wait(ring.released(), ring.parity ^ 1);
+#if SKINNY_GROUPS
+            barrier_arrive_expect(ring.filled(), kPanels * (kPanelX + 4 * args.scale_pitch));
+#else
             barrier_arrive_expect(ring.filled(), kPanels * kPanelX);
+#endif
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel) {
+#if SKINNY_GROUPS
+                // Panels behind the last group hold zeros.
+                const int group =
+                    min((work.first_step + n) * kPanels + panel, args.last_group);
+                copy_flat(shared_address(group_scales[ring.stage][panel]),
+                          args.scales_x + group * args.scale_pitch, 4 * args.scale_pitch,
+                          ring.filled());
+#endif
                 const int x = ((work.first_step + n) * kPanels + panel) * kInner;
                 copy_box_2d(ring.panel(panel) + kPanelW, map, ring.filled(), x, 0, kReadByAll);
             }
@@ -168,8 +187,41 @@ __device__ __forceinline__ void multiply_piece(const Ring& ring, int piece, floa
 }
 
 #ifdef GEMM_FP8
+// The row of x of this thread's sums of a block.
+__device__ __forceinline__ int token_of(int sum) {
+    return sum / 4 * 8 + threadIdx.x % 4 * 2 + sum % 2;
+}
+
+// The scales of this thread's rows of x in the panels of a stage.
+struct Groups {
+#if SKINNY_GROUPS
+    float2 of_tokens[kPanels][kSums / 4];
+
+    __device__ __forceinline__ void load(int stage) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+            for (int n = 0; n < kSums / 4; ++n)
+                of_tokens[panel][n] = *reinterpret_cast<const float2*>(
+                    &group_scales[stage][panel][token_of(4 * n)]);
+        }
+    }
+
+    __device__ __forceinline__ float added(float sum, float product, int panel, int n) const {
+        const float2 both = of_tokens[panel][n / 4];
+        return fmaf(product, n % 2 ? both.y : both.x, sum);
+    }
+#else
+    __device__ __forceinline__ void load(int) {}
+    __device__ __forceinline__ float added(float sum, float product, int, int) const {
+        return sum + product;
+    }
+#endif
+};
+
 // One stage, in batches whose sums fit registers.
-__device__ __forceinline__ void multiply_stage(const Ring& ring, Sums& sums) {
+__device__ __forceinline__ void multiply_stage(const Ring& ring, Sums& sums,
+                                               const Groups& groups) {
 #pragma unroll
     for (int first = 0; first < kPieces; first += kBatch) {
         float short_sums[kBatch][kSums];
@@ -185,8 +237,10 @@ __device__ __forceinline__ void multiply_stage(const Ring& ring, Sums& sums) {
         for (int piece = first; piece < first + kBatch && piece < kPieces; ++piece) {
             pin(short_sums[piece - first]);
 #pragma unroll
-            for (int n = 0; n < kSums; ++n)
-                sums[piece % kBlocks][n] += short_sums[piece - first][n];
+            for (int n = 0; n < kSums; ++n) {
+                float& sum = sums[piece % kBlocks][n];
+                sum = groups.added(sum, short_sums[piece - first][n], piece / kBlocks, n);
+            }
         }
     }
 }
@@ -230,8 +284,13 @@ struct Scales {
     __device__ __forceinline__ void load_tokens(const Arguments& args) {
 #pragma unroll
         for (int n = 0; n < kSums / 2; ++n) {
-            const int token = n / 2 * 8 + threadIdx.x % 4 * 2 + n % 2;
+#if SKINNY_GROUPS
+            // Sums of each group have been multiplied by its scale.
+            of_tokens[n] = 1.0f;
+#else
+            const int token = token_of(n / 2 * 4 + n % 2);
             of_tokens[n] = __ldcg(args.scales_x + min(token, args.rows - 1));
+#endif
         }
     }
 
@@ -328,16 +387,19 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 64, 2)
         }
 #ifdef GEMM_FP8
         Scales scales(args, work);
-#endif
+        Groups groups;
         for (int n = 0; n < work.num_steps; ++n, ring.advance()) {
             barrier_wait(ring.filled(), ring.parity);
-#ifdef GEMM_FP8
             if (n == 0) scales.load_tokens(args);
-#endif
+            groups.load(ring.stage);
+            multiply_stage(ring, sums, groups);
+        }
+        scales.apply(sums);
+#else
+        for (int n = 0; n < work.num_steps; ++n, ring.advance()) {
+            barrier_wait(ring.filled(), ring.parity);
             multiply_stage(ring, sums);
         }
-#ifdef GEMM_FP8
-        scales.apply(sums);
 #endif
         store(args, work, sums);
     }

@@ -153,6 +153,22 @@ def test_norms_and_activations_make_the_bits_of_separate_kernels(name, width):
     same(found[:2], quantize_tokens(elementwise.silu_and_mul(gate_up), inputs))
 
 
+@pytest.mark.parametrize("name", ["token", "bound", "static"])
+def test_rows_in_groups_are_those_of_each_group(name):
+    x, inputs = draw(5, 384).half(), INPUTS[name]
+    rows = fp8_reference.quantize_rows(x, inputs)
+    assert rows.has_groups and rows.scales.shape == (3, 8) and rows.dtype is torch.float16
+    parts = []
+    for number, group in enumerate(x.split(128, 1)):
+        values, scales = fp8_reference.quantize_tokens(group, inputs)
+        same((rows.values[:, 128 * number :][:, :128], rows.scales[number, :5]),
+             (values, scales))  # fmt: skip
+        parts.append(values.float() * scales)
+    weight = Fp8Weight(draw(16, 384), torch.rand(16))
+    expected = torch.cat(parts, 1) @ weight.values.float().T * weight.scales
+    torch.testing.assert_close(fp8_reference.multiply_rows(rows, weight), expected)
+
+
 @pytest.mark.parametrize(
     ("outputs", "columns", "max_tiles"), [(28672, 112, 2), (2048, 80, 1), (25344, 96, 2)]
 )

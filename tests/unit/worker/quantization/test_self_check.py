@@ -9,9 +9,9 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels import integer_reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
-from trimaran.kernels.fp8_reference import ReferenceProduct, quantize_weight
+from trimaran.kernels.fp8_reference import ReferenceProduct, multiply_rows, quantize_weight
 from trimaran.kernels.integers import Groups, IntegerWeight
-from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Rows, Fp8Weight
 from trimaran.kernels.reference import silu_and_mul
 from trimaran.worker.quantization.self_check import check_integer_product, check_product
 
@@ -65,6 +65,36 @@ def test_scales_that_are_no_numbers_are_found_wherever_they_are():
 def test_a_rank_with_padding_alone_is_served():
     weight = Fp8Weight(torch.zeros(16, 144).to(torch.float8_e4m3fn), torch.zeros(16))
     check_product(product_of(weight), weight, Fp8Inputs(), torch.bfloat16)
+
+
+class GroupedProduct(ReferenceProduct):
+    """A product of rows with groups by another weight."""
+
+    def __init__(self, weight, other):
+        super().__init__(weight, Fp8Inputs())
+        self._other = other
+
+    def grouped_inputs(self, num_rows):
+        return Fp8Inputs() if num_rows <= 16 else None
+
+    def __call__(self, x_TD, bias_E=None):
+        if isinstance(x_TD, Fp8Rows):
+            return multiply_rows(x_TD, self._other)
+        return super().__call__(x_TD, bias_E)
+
+
+def test_a_wrong_product_of_groups_is_found():
+    weight, other = (
+        Fp8Weight(
+            *quantize_weight(
+                torch.randn(16, 256, generator=torch.Generator().manual_seed(seed))
+            )
+        )
+        for seed in (1, 2)
+    )
+    check_product(GroupedProduct(weight, weight), weight, Fp8Inputs(), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"a product of 1 tokens .* % off"):
+        check_product(GroupedProduct(weight, other), weight, Fp8Inputs(), torch.bfloat16)
 
 
 class GatedProduct(ReferenceProduct):
