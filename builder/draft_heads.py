@@ -27,6 +27,7 @@ from trimaran.worker.config.draft_tree import (
     MC_SIM_7B_63,
     DraftTree,
     Growth,
+    beams_of,
     growth_of,
     read_choices,
 )
@@ -84,7 +85,7 @@ def add_head_flags(parser: FlagSink) -> None:
     parser.add_argument("--redrafter_draft_len_per_beam", type=positive, metavar="N",
                         help="tokens of a ReDrafter draft (--max_draft_len)")  # fmt: skip
     parser.add_argument("--redrafter_num_beams", type=positive, metavar="N",
-                        help="beams of ReDrafter, of which 1 is served (1)")  # fmt: skip
+                        help="beams of ReDrafter, whose tree is verified (1)")  # fmt: skip
     for kind, name in _CHOICES_FLAG.items():
         default = "mc_sim_7b_63" if kind == MEDUSA else "a chain"
         parser.add_argument(f"--{name}", metavar="TREE",
@@ -153,14 +154,17 @@ def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Draf
 
 
 def growth_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Growth | None:
-    """The limits of the dynamic trees that an engine with an EAGLE head grows, of ``most``
-    nodes; None for other drafts.
+    """The limits of the dynamic trees that an engine with an EAGLE head grows, or of the beams
+    of ReDrafter, of ``most`` nodes; None for other drafts.
 
     Raises:
         ConfigError: the flags name such trees for another mode or together with choices, or
             numbers that no tree has.
     """
-    top_k = args.eagle_dynamic_tree_max_top_k
+    top_k, beams = args.eagle_dynamic_tree_max_top_k, args.redrafter_num_beams
+    if beams is not None and beams > 1 and mode == _EXPLICIT:
+        length = args.redrafter_draft_len_per_beam or _REDRAFTER_LENGTH
+        return beams_of(beams, length, beams * length if most is None else most)
     if not args.eagle_use_dynamic_tree:
         if top_k is not None:
             raise ConfigError(
@@ -204,10 +208,10 @@ def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | Non
                     f"{kind}, or leave the flag out."
                 )
     beams = args.redrafter_num_beams
-    if beams is not None and (beams > 1 or mode != _EXPLICIT):
+    if beams is not None and mode != _EXPLICIT:
         raise ConfigError(
-            f"--redrafter_num_beams is {beams} with --speculative_decoding_mode {mode}. "
-            f"{_EXPLICIT} with one beam is served: name both, or leave the flag out."
+            f"--redrafter_num_beams is {beams}, but --speculative_decoding_mode is {mode}. "
+            f"Name {_EXPLICIT}, or leave the flag out."
         )
     if mode not in HEAD_MODES:
         return None

@@ -110,8 +110,8 @@ _DOCUMENTS = (
     ),
     (
         "ReDrafter",
-        "one beam is served (`--redrafter_num_beams 1`); more are refused by name "
-        "([speculative-decoding.md](speculative-decoding.md#networks-in-the-workers))",
+        "beams (`--redrafter_num_beams`) are verified as a tree of at most 64 nodes "
+        "([speculative-decoding.md](speculative-decoding.md#beams))",
     ),
     (
         "tutorials of Baichuan, Whisper, encoder-decoder and multimodal models",

@@ -130,15 +130,36 @@ class Growth(NamedTuple):
     num_nodes: int
     """Nodes of a tree, the likeliest."""
 
+    is_of_beams: bool = False
+    """Whether the paths are the beams of a search, by a network without a cache."""
+
     @property
     def num_slots(self) -> int:
         """Most slots behind the known ids that a network's cache takes while a tree grows."""
-        return self.width * (self.depth - 1) + 1
+        return 0 if self.is_of_beams else self.width * (self.depth - 1) + 1
 
     @property
     def num_candidates(self) -> int:
         """Nodes from which those of a tree are chosen."""
+        if self.is_of_beams:
+            return self.width * self.depth
         return self.width * (1 + self.width * (self.depth - 1))
+
+
+def beams_of(width: int, depth: int, num_nodes: int) -> Growth:
+    """The limits of trees of ``width`` beams of ``depth`` tokens, whose first ``num_nodes``
+    nodes are verified.
+
+    Raises:
+        ConfigError: a number is out of range, or all beams have too many nodes.
+    """
+    if not (width >= 1 and depth >= 1 and width * depth <= MAX_NODES):
+        raise ConfigError(
+            f"{width} beams of {depth} tokens are drafted, but both numbers must be 1 or more, "
+            f"and their product at most {MAX_NODES}. Lower the beams (--redrafter_num_beams) "
+            "or their length (--redrafter_draft_len_per_beam)."
+        )
+    return Growth(width, depth, min(num_nodes, width * depth), is_of_beams=True)
 
 
 def growth_of(width: int, depth: int, num_nodes: int) -> Growth:

@@ -148,10 +148,10 @@ class BuildConfig:
     """The tree that the head drafts, as `draft_tree.read_choices` reads it; empty: a chain."""
 
     draft_width: int = 0
-    """Nodes that a dynamic tree of drafts expands at each depth; 0: no such tree."""
+    """Nodes that a dynamic tree of drafts expands at each depth, or beams; 0: neither."""
 
     draft_depth: int = 0
-    """Tokens of a longest path through a dynamic tree."""
+    """Tokens of a longest path through a dynamic tree, or of a beam."""
 
     gather_context_logits: bool = False
     gather_generation_logits: bool = False

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.draft_network import DRAFT_MODEL, EAGLE, MTP, NETWORKS, REDRAFTER
-from trimaran.worker.config.draft_tree import Choices, DraftTree, Growth, growth_of, tree_of
+from trimaran.worker.config.draft_tree import (
+    Choices,
+    DraftTree,
+    Growth,
+    beams_of,
+    growth_of,
+    tree_of,
+)
 
 LOOKAHEAD = "lookahead"
 DRAFTERS = ("none", "draft_tokens", "ngram", LOOKAHEAD, *NETWORKS)
@@ -66,7 +73,7 @@ class SpeculationConfig:
 
     tree_width: int = 0
     """Nodes that a network expands at each depth of a dynamic tree, whose likeliest
-    ``max_draft_tokens`` nodes are verified; 0 for no dynamic tree."""
+    ``max_draft_tokens`` nodes are verified, or beams of ``redrafter``; 0 for neither."""
 
     tree_depth: int = 0
     """Tokens of a longest path through a dynamic tree."""
@@ -125,7 +132,7 @@ class SpeculationConfig:
 
     def _check_growth(self) -> None:
         """Refuse dynamic trees that no network can grow."""
-        if self.drafter not in (EAGLE, DRAFT_MODEL):
+        if self.drafter not in (EAGLE, DRAFT_MODEL, REDRAFTER):
             raise ConfigError(
                 f"--speculative-decoding is {self.drafter}, which grows no trees, but a "
                 f"dynamic tree with top-k {self.tree_width} is set. Leave the tree out."
@@ -135,7 +142,8 @@ class SpeculationConfig:
                 f"a dynamic tree with top-k {self.tree_width} is set together with choices of "
                 f"{len(self.tree)} nodes. Leave one out."
             )
-        growth = growth_of(self.tree_width, self.tree_depth, self.max_draft_tokens)
+        limits = beams_of if self.drafter == REDRAFTER else growth_of
+        growth = limits(self.tree_width, self.tree_depth, self.max_draft_tokens)
         object.__setattr__(self, "max_draft_tokens", growth.num_nodes)
 
     @property
@@ -148,7 +156,8 @@ class SpeculationConfig:
         """The limits of the dynamic trees that a network grows; None for other drafts."""
         if not self.tree_width:
             return None
-        return growth_of(self.tree_width, self.tree_depth, self.max_draft_tokens)
+        limits = beams_of if self.drafter == REDRAFTER else growth_of
+        return limits(self.tree_width, self.tree_depth, self.max_draft_tokens)
 
     @property
     def has_trees(self) -> bool:

@@ -16,6 +16,7 @@ from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.models.drafting.eagle import EagleHead
 from trimaran.worker.models.drafting.interfaces import (
+    BeamHeads,
     CachelessHeads,
     DraftNetwork,
     RankedHeads,
@@ -80,6 +81,7 @@ def _network(
     if speculation.has_trees:
         _check_trees(network, config, target)
     most = speculation.max_draft_tokens if tree is None else tree.depth
+    most = speculation.tree_depth or most
     if isinstance(network, CachelessHeads) and most > network.num_heads:
         what = "--max-draft-tokens is" if tree is None else "the tree of drafts has paths of"
         raise ConfigError(
@@ -147,7 +149,8 @@ def _check_trees(network: DraftNetwork, config: EngineConfig, target: CausalLM) 
     """Refuse what trees of drafts are not served with."""
     speculation = config.scheduler.speculation
     tree, num_nodes = speculation.draft_tree, speculation.max_draft_tokens
-    if not isinstance(network, RankedHeads | RankedNetwork):
+    served = RankedHeads | RankedNetwork if tree is not None else BeamHeads | RankedNetwork
+    if not isinstance(network, served):
         raise ConfigError(
             f"--speculative-decoding {speculation.drafter} drafts no trees, but a tree of "
             f"{num_nodes} nodes is set. Leave the tree out."

@@ -16,11 +16,12 @@ from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.cuda_graphs import CudaGraphs, draft_counts
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_inputs import DraftInputs, DraftPlaces
-from trimaran.worker.execution.grown_trees import GrownTrees, tree_words
+from trimaran.worker.execution.grown_trees import GrownTrees, beam_nodes, tree_words
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.tree_drafts import LevelPlaces, TreeDrafts, rank_places
 from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths
 from trimaran.worker.models.drafting.interfaces import (
+    BeamHeads,
     CachelessHeads,
     ChainNetwork,
     DraftNetwork,
@@ -92,7 +93,7 @@ class DraftRunner:
         self._tree_drafts: TreeDrafts | GrownTrees | None = None
         self._ranks: tuple[list[int], Tensor] | None = None
         make, device = self._level_context, inputs.device
-        if self._growth is not None:
+        if self._growth is not None and self._chain is not None:
             assert isinstance(self._chain, RankedNetwork), "checked while loading"
             self._tree_drafts = GrownTrees(self._growth, self._chain, make, device)
         elif self._tree is not None and self._chain is not None:
@@ -313,6 +314,11 @@ class DraftRunner:
             states_nD = self._begin.states.index_select(0, places.sampled)
         if self._tree_drafts is not None:
             return self._tree_drafts.draft(states_nD, places, ids_n)
+        if self._growth is not None:
+            assert isinstance(self._heads, BeamHeads) and states_nD is not None
+            width, depth, num_nodes, _ = self._growth
+            beams = self._heads.propose_beams(states_nD, ids_n, width, depth)
+            return torch.stack(beam_nodes(*beams, num_nodes), dim=1)
         assert isinstance(self._heads, RankedHeads) and self._ranks is not None
         assert states_nD is not None
         widths, index_k = self._ranks

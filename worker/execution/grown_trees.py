@@ -52,9 +52,36 @@ def likeliest_nodes(found: Candidates, num_nodes: int) -> tuple[Tensor, Tensor]:
     """
     scores_nC = torch.cat(found.scores, dim=1)
     order_nC = scores_nC.sort(dim=1, descending=True, stable=True).indices
+    ids_nC, parents_nC = torch.cat(found.ids, dim=1), torch.cat(found.parents, dim=1)
+    return _in_order(ids_nC, parents_nC, order_nC, num_nodes)
+
+
+def beam_nodes(
+    ids_ndw: Tensor, scores_ndw: Tensor, from_ndw: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """The nodes of the tree that the beams of `BeamHeads.propose_beams` make, and their
+    parents; see `likeliest_nodes`. Beams that begin alike share nodes. Nodes of beams that the
+    search has given up come last, so that every tree has as many nodes."""
+    _, depth, width = ids_ndw.shape
+    is_kept = [torch.ones_like(from_ndw[:, 0])]
+    for level in range(depth - 1, 0, -1):
+        above = torch.zeros_like(is_kept[0])
+        is_kept.insert(0, above.scatter_reduce(1, from_ndw[:, level], is_kept[0], "amax"))
+    order_nC = scores_ndw.flatten(1).sort(dim=1, descending=True, stable=True).indices
+    kept_nC = torch.cat(is_kept, dim=1).gather(1, order_nC)
+    order_nC = order_nC.gather(1, kept_nC.sort(dim=1, descending=True, stable=True).indices)
+    starts_d = torch.arange(-width, width * (depth - 1), width, device=ids_ndw.device)
+    parents_ndw = (from_ndw + starts_d[:, None]).clamp(min=-1)
+    parents_ndw[:, 0] = -1
+    return _in_order(ids_ndw.flatten(1), parents_ndw.flatten(1), order_nC, num_nodes)
+
+
+def _in_order(
+    ids_nC: Tensor, parents_nC: Tensor, order_nC: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """The ids and parents of the first nodes of an order, with parents as numbers in it."""
     order_nk = order_nC[:, :num_nodes]
-    ids_nk = torch.cat(found.ids, dim=1).gather(1, order_nk)
-    above_nk = torch.cat(found.parents, dim=1).gather(1, order_nk)
+    ids_nk, above_nk = ids_nC.gather(1, order_nk), parents_nC.gather(1, order_nk)
     places_nC = torch.empty_like(order_nC).scatter_(
         1, order_nC, torch.arange(order_nC.shape[1], device=order_nC.device).expand_as(order_nC)
     )

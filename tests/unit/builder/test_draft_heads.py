@@ -71,6 +71,11 @@ def heads(model, tmp_path):
             "eagle", 14,
         ),
         ((*REDRAFTER, "--drafter_model_dir", "redrafter"), "explicit_draft_tokens", 5),
+        (
+            (*REDRAFTER, "--drafter_model_dir", "redrafter", "--redrafter_num_beams", "3",
+             "--redrafter_draft_len_per_beam", "4"),
+            "explicit_draft_tokens", 12,
+        ),
         # The first number counted the tokens of all beams.
         (
             (*REDRAFTER, "--drafter_model_dir", "redrafter", "--max_draft_len", "25",
@@ -96,7 +101,7 @@ def test_an_engine_folder_drafts_with_its_head(
     tree = read_choices(choices, "draft_choices") if choices else ()
     has_tree = (mode == "medusa" and most > 3) or any("choices" in flag for flag in flags)
     assert len(tree) == (most if has_tree else 0)
-    is_dynamic = "--eagle_use_dynamic_tree" in flags
+    is_dynamic = "--eagle_use_dynamic_tree" in flags or most == 12
     assert (build.draft_width, build.draft_depth) == ((3, 4) if is_dynamic else (0, 0))
     outputs = []
     drafting = "redrafter" if mode == "explicit_draft_tokens" else mode
@@ -140,10 +145,10 @@ def test_an_engine_folder_drafts_with_its_head(
         ),
         ((*REDRAFTER, "--max_draft_len", "2"), ["--drafter_model_dir is not set"]),
         (
-            (*REDRAFTER, "--drafter_model_dir", "redrafter", "--redrafter_num_beams", "5"),
-            ["--redrafter_num_beams is 5", "one beam is served"],
+            (*REDRAFTER, "--drafter_model_dir", "redrafter", "--redrafter_num_beams", "14"),
+            ["14 beams of 5 tokens are drafted", "product at most 64"],
         ),
-        (("--redrafter_num_beams", "1"), ["--speculative_decoding_mode none"]),
+        (("--redrafter_num_beams", "1"), ["--speculative_decoding_mode is none"]),
         (
             (*EAGLE, "--eagle_model_dir", "eagle", "--medusa_choices", "{0}"),
             ["--medusa_choices is '{0}'", "is eagle"],

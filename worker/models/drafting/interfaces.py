@@ -91,6 +91,19 @@ class CachelessHeads(DraftNetwork, Protocol):
 
 
 @runtime_checkable
+class BeamHeads(CachelessHeads, Protocol):
+    """Heads that draft by a search for the likeliest paths."""
+
+    def propose_beams(
+        self, states_NX: Tensor, next_ids_N: Tensor, width: int, depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A beam search: the ids of ``width`` beams at each of ``depth`` places, the logarithms
+        of the probabilities of their paths, float32, and the beam at the place before that each
+        continues; [N, depth, width], and int64 but for the logarithms. Collective."""
+        ...
+
+
+@runtime_checkable
 class RankedHeads(CachelessHeads, Protocol):
     """Heads that draft each place by itself, and therefore may draft trees."""
 

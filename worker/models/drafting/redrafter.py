@@ -1,7 +1,7 @@
 """ReDrafter: a recurrent head that drafts from the target's last state and the tokens since.
 
-Recurrent drafting by Cheng et al. (2024), https://arxiv.org/abs/2403.09919. The head's beam
-search has one beam here: the likeliest token at each place.
+Recurrent drafting by Cheng et al. (2024), https://arxiv.org/abs/2403.09919. A chain is the
+head's beam search with one beam: the likeliest token at each place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trimaran.worker.config.draft_network import RedrafterConfig
 from trimaran.worker.config.speculation_config import MAX_DRAFT_TOKENS
 from trimaran.worker.layers.embedding import ParallelLMHead
 from trimaran.worker.layers.linear import ColumnParallelLinear
-from trimaran.worker.models.drafting.likeliest import likeliest_ids
+from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_scores
 from trimaran.worker.models.interfaces import CausalLM
 
 # Shapes: N sequences, D hidden size of the target, E width of the head's last layers, V
@@ -58,9 +58,37 @@ class RecurrentHead(nn.Module):
         ids_N, state_ND = next_ids_N, torch.zeros_like(states_NX)
         for _ in range(count):
             state_ND = self._next_state(ids_N, state_ND)
-            ids_N = self._likeliest(torch.cat((states_NX, state_ND), dim=-1))
+            ids_N = likeliest_ids(self._logits(torch.cat((states_NX, state_ND), dim=-1)))
             drafted.append(ids_N)
         return torch.stack(drafted, dim=1)
+
+    def propose_beams(
+        self, states_NX: Tensor, next_ids_N: Tensor, width: int, depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `BeamHeads.propose_beams`."""
+        count = len(states_NX)
+        state_ND = self._next_state(next_ids_N, torch.zeros_like(states_NX))
+        logits_NV = self._logits(torch.cat((states_NX, state_ND), dim=-1))
+        ids_Nw, scores_Nw = likely_scores(logits_NV, width)
+        from_Nw = torch.zeros_like(ids_Nw)
+        levels = [(ids_Nw, scores_Nw, from_Nw)]
+        wide_NX = states_NX.repeat_interleave(width, dim=0)
+        firsts_N1 = torch.arange(count, device=ids_Nw.device)[:, None]
+        for level in range(1, depth):
+            # Rows of the states before: one a sequence behind the root, else one a beam.
+            rows_Nw = firsts_N1 * (1 if level == 1 else width) + from_Nw
+            before_ND = state_ND.index_select(0, rows_Nw.reshape(-1))
+            state_ND = self._next_state(ids_Nw.reshape(-1), before_ND)
+            logits_NV = self._logits(torch.cat((wide_NX, state_ND), dim=-1))
+            likely, log_probs = likely_scores(logits_NV, width)
+            all_Nc = (scores_Nw[:, :, None] + log_probs.view(count, width, -1)).flatten(1)
+            order_Nc = all_Nc.sort(dim=1, descending=True, stable=True).indices
+            chosen_Nw = order_Nc[:, :width]
+            ids_Nw = likely.view(count, -1).gather(1, chosen_Nw)
+            scores_Nw, from_Nw = all_Nc.gather(1, chosen_Nw), chosen_Nw // width
+            levels.append((ids_Nw, scores_Nw, from_Nw))
+        ids, scores, parents = (torch.stack(each, dim=1) for each in zip(*levels, strict=True))
+        return ids, scores, parents
 
     def _next_state(self, ids_N: Tensor, state_ND: Tensor) -> Tensor:
         embedding_ND: Tensor = self._target[0].embed_tokens.forward(ids_N.to(torch.int32))
@@ -68,9 +96,9 @@ class RecurrentHead(nn.Module):
             return embedding_ND + state_ND
         return F.silu(self.rnn_w.forward(embedding_ND) + self.rnn_u.forward(state_ND))
 
-    def _likeliest(self, x_NE: Tensor) -> Tensor:
+    def _logits(self, x_NE: Tensor) -> Tensor:
         if hasattr(self, "input_proj"):
             x_NE = self.input_proj.forward(x_NE)
         for block in self.blocks:
             x_NE = x_NE + F.silu(block.forward(x_NE))
-        return likeliest_ids(self.lm_head.forward(x_NE))
+        return self.lm_head.forward(x_NE)

@@ -249,19 +249,25 @@ class RedrafterReference:
         """``count`` ids behind the last of ``ids``, which the target has sampled."""
         drafts, state, token = [], torch.zeros(self.values["hidden_size"]), ids[-1]
         for _ in range(count):
-            embedding = self._embed(torch.tensor(token))
-            if self.values["rnn"]:
-                inner = self._times(embedding, "rnn_w") + self._times(state, "rnn_u")
-                state = F.silu(inner)
-            else:
-                state = state + embedding
-            x = torch.cat((last[-1], state))
-            x = self._times(x, "in") if "in.weight" in self._weights else x
-            for block in range(self.values["num_draft_layers"]):
-                x = x + F.silu(self._times(x, f"0.{block}.linear"))
-            token = int(self._times(x, f"0.{self.values['num_draft_layers']}").argmax())
+            state = self.next_state(state, token)
+            token = int(self.logits(last[-1], state).argmax())
             drafts.append(token)
         return drafts
+
+    def next_state(self, state, token):
+        """The recurrent state behind one more token."""
+        embedding = self._embed(torch.tensor(token))
+        if not self.values["rnn"]:
+            return state + embedding
+        return F.silu(self._times(embedding, "rnn_w") + self._times(state, "rnn_u"))
+
+    def logits(self, last, state):
+        """Logits from the target's last state and the recurrent one."""
+        x = torch.cat((last, state))
+        x = self._times(x, "in") if "in.weight" in self._weights else x
+        for block in range(self.values["num_draft_layers"]):
+            x = x + F.silu(self._times(x, f"0.{block}.linear"))
+        return self._times(x, f"0.{self.values['num_draft_layers']}")
 
     def _times(self, x, name):
         bias = self._weights.get(f"{name}.bias", torch.zeros(()))

@@ -25,6 +25,7 @@ from tests.unit.worker.speculation.tree_reference import (
     EagleTree,
     Growing,
     MedusaTree,
+    RedrafterBeams,
     generate_by_tree,
 )
 from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, tree_of
@@ -109,7 +110,7 @@ def test_eagle_trees_are_drafted_and_verified_as_the_plain_loop_does(
 
 
 @pytest.mark.matrix(keep=3)
-@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "redrafter"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "a window"])
 def test_grown_trees_change_no_output(target_folder, networks, kind, way):
     rng = random.Random(way)
@@ -122,7 +123,24 @@ def test_grown_trees_change_no_output(target_folder, networks, kind, way):
 
     counts = driver.engine.scheduler.draft_counts
     assert counts.num_tokens
-    assert counts.num_accepted or kind == "eagle"  # whose weights are random
+    assert counts.num_accepted or kind != "draft_model"  # of others weights are random
+
+
+@pytest.mark.parametrize("most", [48, 30])
+def test_beams_are_those_of_the_plain_loop(target, target_folder, networks, most):
+    prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 7)]
+    head = RedrafterBeams(networks["redrafter"], target)
+    # All nodes of many beams of three tokens, or the first ones: weights are random.
+    head.growing = Growing(16, 3, most)
+    told = [generate_by_tree(target, head, prompt, 40, head.growing) for prompt in prompts]
+
+    config = grown_by("redrafter", networks, head.growing)
+    outputs, counts = count_with(make_engine(target_folder, config), prompts, 40)
+
+    assert outputs == [ids for ids, _ in told]
+    accepted = sum(each.accepted for _, each in told)
+    assert counts.num_accepted == pytest.approx(accepted, rel=0.02)
+    assert counts.num_accepted
 
 
 @pytest.mark.matrix(keep=2)

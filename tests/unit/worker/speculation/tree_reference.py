@@ -10,6 +10,7 @@ from tests.unit.worker.speculation.head_reference import (
     Counts,
     EagleReference,
     MedusaReference,
+    RedrafterReference,
 )
 
 
@@ -84,6 +85,30 @@ class EagleGrown(EagleReference):
         del scores[()]
         found = sorted(scores, key=lambda path: -scores[path])[: len(choices)]
         return {path: path[-1] for path in found}
+
+
+class RedrafterBeams(RedrafterReference):
+    """The beam search of ReDrafter. A node is the path of the tokens to it."""
+
+    growing: Growing
+
+    def draft_tree(self, ids, states, last, choices):
+        """The id of as many paths as there are ``choices``: those of the last beams first."""
+        width, scores = self.growing.width, {}
+        beams = {(): (0.0, torch.zeros(self.values["hidden_size"]), ids[-1])}
+        for _ in range(self.growing.depth):
+            found = {}
+            for path, (score, state, token) in beams.items():
+                state = self.next_state(state, token)
+                log_probs = self.logits(last[-1], state).log_softmax(-1)
+                for own in log_probs.topk(width).indices.tolist():
+                    found[(*path, own)] = score + log_probs[own].item(), state, own
+            kept = sorted(found, key=lambda path: -found[path][0])[:width]
+            beams = {path: found[path] for path in kept}
+            scores.update({path: found[path][0] for path in kept})
+        alive = {path[:end] for path in beams for end in range(1, len(path) + 1)}
+        order = sorted(scores, key=lambda path: (path not in alive, -scores[path]))
+        return {path: path[-1] for path in order[: len(choices)]}
 
 
 @torch.no_grad()
