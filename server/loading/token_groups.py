@@ -62,9 +62,10 @@ class TokenGroups:
         self, source: RepositoryModel, generation: int, groups: Sequence[str]
     ) -> OpenedGroups:
         """Use groups that are already started."""
-        minor = backend_minor(source.config)
-        self._engines.metrics.set_backend_version(source.name, str(source.versions[-1]), minor)
-        return self.adopt_of(source.name, str(source.versions[-1]), generation, groups)
+        version = str(source.versions[-1])
+        minor = backend_minor(source.config, source.folder / version)
+        self._engines.metrics.set_backend_version(source.name, version, minor)
+        return self.adopt_of(source.name, version, generation, groups)
 
     def adopt_of(
         self, model: str, version: str, generation: int, groups: Sequence[str]

@@ -58,6 +58,8 @@ _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
 )
 _BATCH_INPUT, _BATCH_OUTPUTS = "output_log_probs", ("log_probs", "cum_log_probs")
 _NEWEST = 18
+# Samples of requests as the backend's token model in Python names them.
+_REPORTED_ACTIVE, _REPORTED_WAITING = '"request_type": "active"', '"request_type": "waiting"'
 # A tensor of the token model that each version brought, from the newest version on.
 _FIRST_OF = (
     (_NEWEST, "retention_token_range_starts"),
@@ -166,13 +168,20 @@ def adds_special_tokens(config: ModelConfig) -> bool:
     return "DECODER_QUERY" in names or "add_special_tokens" not in config.parameters
 
 
-def backend_minor(config: ModelConfig) -> int:
-    """The second number of the version of Triton's TensorRT-LLM backend that a token model's
-    tensors are of. From version 0.17 on they are equal, and count as the newest version's. So
-    do tensors that show no version.
+def backend_minor(config: ModelConfig, version_folder: Path) -> int:
+    """The second number of the version of Triton's TensorRT-LLM backend that a token model
+    is from. The tensors show the version up to 0.16. The tensors of versions from 0.17 on are
+    equal: a model in Python in ``version_folder`` that reports no waiting requests is from
+    0.17. Other tensors, and those that show no version, count as the newest version's.
     """
     names = {tensor.name for tensor in (*config.input, *config.output)}
-    return next((minor for minor, name in _FIRST_OF if name in names), _NEWEST)
+    minor = next((minor for minor, name in _FIRST_OF if name in names), _NEWEST)
+    if minor < _NEWEST:
+        return minor
+    script = version_folder / "model.py"
+    text = script.read_text("utf-8", "replace") if script.is_file() else ""
+    reports = _REPORTED_ACTIVE in text and _REPORTED_WAITING not in text
+    return _NEWEST - 1 if reports else _NEWEST
 
 
 def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:

@@ -51,9 +51,10 @@ _BEHAVIOUR = (
     ),
     (
         "0.5, 0.17",
-        "`nv_trt_llm_*` has the samples of 0.18: 0.5 has none, and the repository of 0.17 is "
-        "that of 0.18; `--metrics-config trtllm_version=0.17` leaves out `waiting` and "
-        "`fraction`",
+        "`nv_trt_llm_*` has the samples of 0.18: 0.5 has none, and the tensors of 0.17 are "
+        "those of 0.18. A repository with the `tensorrt_llm/1/model.py` of 0.17 has the "
+        "samples of 0.17, without `waiting` and `fraction`, and so has any with "
+        "`--metrics-config trtllm_version=0.17`",
     ),
     (
         "all",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from trimaran.server.repository.model_repository import ModelRepository, Role
+from trimaran.server.repository.model_repository import ModelRepository, Role, load_model
+from trimaran.server.repository.signatures import backend_minor
 
 ROLES = {
     "ensemble": Role.ENSEMBLE,
@@ -109,3 +110,19 @@ def test_a_copy_of_the_token_model_under_another_name_is_a_token_model(write_rep
         "tensorrt_llm", "tensorrt_llm_2",
     ]  # fmt: skip
     assert repository.models["tensorrt_llm_2"].config.name == "tensorrt_llm_2"
+
+
+@pytest.mark.parametrize(
+    ("script", "minor"),
+    [("", 18), ('{"request_type": "active"}', 17),
+     ('{"request_type": "active"}, {"request_type": "waiting"}', 18)],
+    ids=["none", "without waiting requests", "with waiting requests"],
+)  # fmt: skip
+def test_a_script_tells_versions_0_17_and_0_18_apart(write_repository, script, minor):
+    folder = write_repository() / "tensorrt_llm"
+    model = load_model(folder)
+    version = folder / "1"
+    if script:
+        (version / "model.py").write_text(script)
+
+    assert backend_minor(model.config, version) == minor
