@@ -59,6 +59,9 @@ class MedusaConfig:
     num_layers: int
     """Residual blocks of a head."""
 
+    num_draft_ids: int
+    """Ids that the heads draft, which ``token_map`` names; 0 for all ids of the target."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedrafterConfig:
@@ -157,7 +160,11 @@ def medusa_config(folder: Path) -> MedusaConfig:
             f"{source}: medusa_num_heads is {num_heads} but must be 1 to {_LARGEST_HEADS}. "
             "Name a folder of Medusa heads."
         )
-    return MedusaConfig(num_heads=num_heads, num_layers=num_layers)
+    return MedusaConfig(
+        num_heads=num_heads,
+        num_layers=num_layers,
+        num_draft_ids=_integer(values, "truncated_vocab_size", 0, source),
+    )
 
 
 def redrafter_config(folder: Path, target: PretrainedConfig) -> RedrafterConfig:

@@ -51,6 +51,9 @@ _EAGLE_LAYER = (
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.inv_freq")
 """Parts of names of tensors that training needs alone."""
 
+_TOKEN_MAP = "token_map"
+"""The target's ids that Medusa heads of a truncated vocabulary draft."""
+
 _MAX_NAMES = 4
 
 
@@ -180,8 +183,16 @@ def _medusa(folder: Path, target: CausalLM) -> tuple[MedusaHeads, _Places, _Chec
     own = tuple(folder / name for name in MEDUSA_FILES if (folder / name).is_file())
     found = _Checkpoint(folder, own[:1] or find_weight_files(folder))
     heads = MedusaHeads(config, target)
+    if config.num_draft_ids and _TOKEN_MAP not in found.entries:
+        raise ConfigError(
+            f"{folder}: truncated_vocab_size is {config.num_draft_ids}, but there is no tensor "
+            f"{_TOKEN_MAP} that names these ids. Download it again."
+        )
     places: _Places = {}
     for name in found.entries:
+        if name == _TOKEN_MAP:
+            places[name] = "d2t", ""
+            continue
         number, _, rest = name.removeprefix("medusa_head.").partition(".")
         block, _, kind = rest.partition(".")
         if block == str(config.num_layers):
@@ -247,6 +258,8 @@ def _fill_one(
     parameter, tensor = parameters[path], found.read(name)
     try:
         if path == "d2t":
+            if name == _TOKEN_MAP:
+                tensor = tensor - torch.arange(len(tensor))
             _check_ids(head, tensor, found.folder)
             parameter.data.copy_(tensor)
             return
@@ -261,7 +274,7 @@ def _fill_one(
 
 def _check_ids(head: nn.Module, offsets: Tensor, folder: Path) -> None:
     """Refuse a table of ids that leads outside of the target's vocabulary."""
-    assert isinstance(head, EagleHead)
+    assert isinstance(head, (EagleHead, MedusaHeads)) and head.d2t is not None
     expected = head.d2t.shape
     if offsets.shape != expected:
         raise WeightShapeError(tuple(offsets.shape), tuple(expected))
@@ -269,6 +282,6 @@ def _check_ids(head: nn.Module, offsets: Tensor, folder: Path) -> None:
     most = head.num_target_ids
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < most:
         raise ConfigError(
-            f"{folder}: d2t leads to ids from {int(ids.min())} to {int(ids.max())}, but the "
-            f"target has {most}: the head belongs to another model."
+            f"{folder}: drafts ids from {int(ids.min())} to {int(ids.max())}, but the target "
+            f"has {most}: the head belongs to another model."
         )

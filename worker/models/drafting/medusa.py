@@ -7,6 +7,9 @@ head make a tree, in which each token of a head may follow each one of the head 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,31 +21,30 @@ from trimaran.worker.layers.linear import ColumnParallelLinear
 from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_ids
 from trimaran.worker.models.interfaces import CausalLM
 
-# Shapes: N sequences, D hidden size of the target, V vocabulary.
+# Shapes: N sequences, D hidden size of the target, V ids that the heads draft.
+
+_VOCAB_MULTIPLE = 64
+"""Rows of a head's output matrix are padded to a multiple of this."""
 
 
 class MedusaHead(nn.Module):
     """Residual blocks ``x + silu(Wx + b)``, and an output matrix."""
 
-    def __init__(self, target: CausalLM, num_layers: int) -> None:
+    def __init__(self, target: CausalLM, config: MedusaConfig) -> None:
         super().__init__()
         context, width = target.context.unquantized(), target.config.hidden_size
         self.blocks = nn.ModuleList(
             ColumnParallelLinear(context.alone(), width, width, bias=True)
-            for _ in range(num_layers)
+            for _ in range(config.num_layers)
         )
-        sizes = target.config.vocab_size, target.vocab_size_padded, width
-        self.lm_head = ParallelLMHead(context, *sizes)
+        sizes = target.config.vocab_size, target.vocab_size_padded
+        if config.num_draft_ids:
+            multiple = math.lcm(_VOCAB_MULTIPLE, context.tp.size)
+            sizes = config.num_draft_ids, -(-config.num_draft_ids // multiple) * multiple
+        self.lm_head = ParallelLMHead(context, *sizes, width)
 
-    def forward(self, states_ND: Tensor) -> Tensor:
-        """The likeliest id of each sequence, int64 [N]."""
-        return likeliest_ids(self._logits(states_ND))
-
-    def likely_ids(self, states_ND: Tensor, count: int) -> Tensor:
-        """The likeliest ids of each sequence, the likeliest first, int64 [N, count]."""
-        return likely_ids(self._logits(states_ND), count)
-
-    def _logits(self, states_ND: Tensor) -> Tensor:
+    def logits(self, states_ND: Tensor) -> Tensor:
+        """Logits of each sequence [N, V]."""
         for block in self.blocks:
             states_ND = states_ND + F.silu(block.forward(states_ND))
         return self.lm_head.forward(states_ND)
@@ -57,9 +59,17 @@ class MedusaHeads(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.state_size = target.config.hidden_size
-        self.heads = nn.ModuleList(
-            MedusaHead(target, config.num_layers) for _ in range(config.num_heads)
-        )
+        self.heads = nn.ModuleList(MedusaHead(target, config) for _ in range(config.num_heads))
+        self.num_target_ids = target.config.vocab_size
+        self.d2t: nn.Parameter | None = None
+        """Difference of each id that the heads draft to the target's id, int64 [V]; None where
+        they draft all ids."""
+
+        if config.num_draft_ids:
+            offsets = torch.zeros(
+                config.num_draft_ids, dtype=torch.int64, device=target.context.device
+            )
+            self.d2t = nn.Parameter(offsets, requires_grad=False)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """None: no token has an entry."""
@@ -67,13 +77,18 @@ class MedusaHeads(nn.Module):
 
     def propose(self, states_NX: Tensor, next_ids_N: Tensor, count: int) -> Tensor:
         """See `CachelessHeads.propose`; the sampled ids are unused."""
-        return torch.stack([head.forward(states_NX) for head in self.heads[:count]], dim=1)
+        chain = [likeliest_ids(logits, self.d2t) for logits in self._logits(states_NX, count)]
+        return torch.stack(chain, dim=1)
 
     def propose_ranks(self, states_NX: Tensor, widths: list[int]) -> Tensor:
         """See `RankedHeads.propose_ranks`."""
-        pairs = zip(self.heads, widths, strict=False)
-        likely: list[Tensor] = []
-        for head, width in pairs:
+        pairs = zip(self._logits(states_NX, len(widths)), widths, strict=True)
+        return torch.cat(
+            [likely_ids(logits, width, self.d2t) for logits, width in pairs], dim=1
+        )
+
+    def _logits(self, states_ND: Tensor, count: int) -> Iterator[Tensor]:
+        """Logits of the first ``count`` heads."""
+        for head in self.heads[:count]:
             assert isinstance(head, MedusaHead)
-            likely.append(head.likely_ids(states_NX, width))
-        return torch.cat(likely, dim=1)
+            yield head.logits(states_ND)

@@ -54,17 +54,21 @@ def sizes_of(config, draft_vocab):
     }  # fmt: skip
 
 
-def random_medusa(folder, config, *, num_heads, seed=4):
-    """Write Medusa heads of random weights."""
+def random_medusa(folder, config, *, num_heads, seed=4, draft_vocab=0):
+    """Write Medusa heads of random weights, which draft ``draft_vocab`` ids, or all ids."""
     generator = torch.Generator().manual_seed(seed)
     width = config.hidden_size
     tensors = {}
+    values = {"medusa_num_heads": num_heads, "medusa_num_layers": 1}
+    if draft_vocab:
+        ids = torch.randperm(config.vocab_size, generator=generator)[:draft_vocab]
+        tensors["token_map"] = ids.sort().values
+        values["truncated_vocab_size"] = draft_vocab
     for head in range(num_heads):
         tensors[f"{head}.0.linear.weight"] = torch.randn(width, width, generator=generator)
         tensors[f"{head}.0.linear.bias"] = torch.randn(width, generator=generator)
-        shape = config.vocab_size, width
+        shape = draft_vocab or config.vocab_size, width
         tensors[f"{head}.1.weight"] = torch.randn(shape, generator=generator)
-    values = {"medusa_num_heads": num_heads, "medusa_num_layers": 1}
     save(folder, tensors, "medusa_lm_head.safetensors", values)
     return folder
 
@@ -225,7 +229,9 @@ class MedusaReference:
             block = f"{head}.0.linear"
             inner = last[-1] @ self._weight(f"{block}.weight").T + self._weight(f"{block}.bias")
             logits = (last[-1] + F.silu(inner)) @ self._weight(f"{head}.1.weight").T
-            drafts.append(int(logits.argmax()))
+            own = int(logits.argmax())
+            ids = self.weights.get("token_map")
+            drafts.append(own if ids is None else int(ids[own]))
         return drafts
 
     def _weight(self, name):

@@ -24,6 +24,7 @@ from tests.unit.worker.speculation.head_reference import (
     first_eagle,
     generate,
     random_eagle,
+    random_medusa,
     random_redrafter,
 )
 from tests.unit.worker.speculation.test_exactness import WAYS, check, draw, serve
@@ -241,12 +242,16 @@ def as_speculators(folder):
     path.write_text(json.dumps({**own, "transformer_layer_config": values}))
 
 
-def test_medusa_heads_draft_as_the_plain_loop_does(target, target_folder, networks):
+@pytest.mark.parametrize("draft_vocab", [0, 70])
+def test_medusa_heads_draft_as_the_plain_loop_does(
+    target, target_folder, draft_vocab, tmp_path
+):
     prompts = [[rng % VOCAB for rng in range(n, 3 * n + 9, 2)] for n in range(1, 9)]
-    head = MedusaReference(networks["medusa"])
+    folder = random_medusa(tmp_path, target.config, num_heads=COUNT, draft_vocab=draft_vocab)
+    head = MedusaReference(folder)
     told = [generate(target, head, prompt, 30, COUNT) for prompt in prompts]
 
-    driver = make_engine(target_folder, drafts_by("medusa", networks))
+    driver = make_engine(target_folder, drafts_by("medusa", {"medusa": folder}))
     outputs, counts = count_with(driver, prompts, 30)
 
     assert outputs == [ids for ids, _ in told]
@@ -355,6 +360,7 @@ def edit(folder, **values):
         ("medusa", {"medusa_num_heads": 5}, "lacks heads.4."),
         ("medusa", {"medusa_num_heads": 2}, "holds the unexpected"),
         ("medusa", {"medusa_num_heads": 0}, "medusa_num_heads is 0"),
+        ("medusa", {"truncated_vocab_size": 40}, "no tensor token_map"),
         ("redrafter", {"exit_dim": 41}, "has shape"),
         ("redrafter", {"num_draft_layers": 3}, "lacks blocks.2."),
         ("redrafter", {"rnn": False}, "holds the unexpected"),
