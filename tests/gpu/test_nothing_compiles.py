@@ -45,6 +45,7 @@ from trimaran.kernels.triton.lora import add_adapters, compile_adapters
 from trimaran.kernels.tuning.expert_candidates import likely_cuts
 from trimaran.kernels.tuning.product_timing import numbers_of
 from trimaran.kernels.tuning.tuner import ROWS, TOKENS
+from trimaran.worker.config.draft_tree import tree_of
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -393,17 +394,21 @@ DRAFTERS = {
     "eagle": str(EXAMPLES / "draft_heads" / "eagle"),
     "draft_model": str(EXAMPLES / "demo_models" / "draft"),
     "eagle, grown": str(EXAMPLES / "draft_heads" / "eagle"),
+    "eagle, tree": str(EXAMPLES / "draft_heads" / "eagle"),
+    "medusa, tree": "",
 }  # fmt: skip
 GROWN = {"max_draft_tokens": 12, "tree_width": 3, "tree_depth": 4}
+SMALL = tree_of([[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 0, 0]])
+TREES = {"grown": GROWN, "tree": {"max_draft_tokens": 64, "tree": SMALL.choices}}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_compile_nothing_after_the_start(compiled, drafter, tmp_path):
-    folder, (kind, _, grown) = DRAFTERS[drafter], drafter.partition(", ")
-    if drafter == "medusa":
+    folder, (kind, _, shape) = DRAFTERS[drafter], drafter.partition(", ")
+    if kind == "medusa":
         config = AutoConfig.from_pretrained(MODEL)
         folder = str(random_medusa(tmp_path, config, num_heads=4))
-    own = GROWN if grown else {"max_draft_tokens": 4}
+    own = TREES.get(shape, {"max_draft_tokens": 4})
     speculation = SpeculationConfig(drafter=kind, draft_dir=folder, is_adaptive=False, **own)
     driver = make_driver(MODEL, limits={"speculation": speculation, "max_beam_width": 1})
     names = compiled()

@@ -176,7 +176,10 @@ def table_of_paths(
     # Places before the start, and bits behind the last set one, write to a spare column.
     is_path = (places < MAX_NODES - hidden) & (to >= 0) & (source >= 0)
     ids = table.gather(1, source.clamp(0, longest - 1))
-    table = torch.cat((table, table.new_zeros((count, 1))), dim=1)
+    # Kernels are compiled for multiples of 16, or for other strides: as of the usual table.
+    width = longest + 16 - longest % 16
+    width += int(token_table_RL.stride(0) % 16 > 0)
+    table = torch.cat((table, table.new_zeros((count, width - longest))), dim=1)
     table.scatter_(1, torch.where(is_path, to, longest), ids)
     batch.id_rows = torch.arange(count, dtype=torch.int32, device=device)
     return table
