@@ -50,12 +50,14 @@ class EagleHead(nn.Module):
         D] come from the target. Step s attends to the target's states up to its beginning, and
         to the head's own states of the steps since then, as drafting does.
         """
-        state = self.fc(states)
+        # Sums stay in float32 where products are in bfloat16.
+        state = self.fc(states).float()
         keys: list[Tensor] = []
         values: list[Tensor] = []
         logits = []
         for step, embedding in enumerate(embeddings):
-            inputs = torch.cat((self.input_layernorm(embedding), self.hidden_norm(state)), -1)
+            normed = self.input_layernorm(embedding.float())
+            inputs = torch.cat((normed, self.hidden_norm(state)), -1)
             query, key, value = self._heads(inputs, step)
             keys.append(key)
             values.append(value)
@@ -121,41 +123,64 @@ class EagleHead(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Heads of one residual block each, which begin as copies of the target's own head."""
+    """Heads of residual blocks and a reduced vocabulary, whose output matrices begin as rows of
+    the target's."""
 
-    def __init__(self, target: PretrainedConfig, lm_head: Tensor, num_heads: int) -> None:
+    def __init__(
+        self, target: PretrainedConfig, lm_head: Tensor, sizes: tuple[int, int], ids: Tensor
+    ) -> None:
+        """``sizes``: the numbers of heads and of blocks of a head. ``ids`` [V]: the target's
+        ids that the heads can draft, in rising order."""
         super().__init__()
-        width, vocabulary = target.hidden_size, target.vocab_size
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_heads))
+        num_heads, num_layers = sizes
+        width = target.hidden_size
+        self.target = target
+        self.register_buffer("ids", ids)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+            for _ in range(num_heads)
+        )
         self.heads = nn.ModuleList(
-            nn.Linear(width, vocabulary, bias=False) for _ in range(num_heads)
+            nn.Linear(width, len(ids), bias=False) for _ in range(num_heads)
         )
         with torch.no_grad():
-            for block, head in zip(self.blocks, self.heads, strict=True):
-                block.weight.zero_()
-                block.bias.zero_()
-                head.weight.copy_(lm_head)
+            for blocks, head in zip(self.blocks, self.heads, strict=True):
+                for block in blocks:
+                    block.weight.zero_()
+                    block.bias.zero_()
+                head.weight.copy_(lm_head[ids])
 
     def forward(self, states: Tensor) -> list[Tensor]:
         """Logits of each head from the target's last hidden states [R, L, D]."""
-        return [
-            head(states + F.silu(block(states)))
-            for block, head in zip(self.blocks, self.heads, strict=True)
-        ]
+        logits = []
+        for blocks, head in zip(self.blocks, self.heads, strict=True):
+            own = states.float()
+            for block in blocks:
+                own = own + F.silu(block(own))
+            logits.append(head(own))
+        return logits
 
     def save(self, folder: Path, base: str) -> None:
-        """Write the folder as Medusa's own training does, in bfloat16."""
+        """Write the folder as Medusa's own training does, in bfloat16, with the reduced
+        vocabulary as vLLM has one: ``truncated_vocab_size`` and the tensor ``token_map``."""
         tensors: dict[str, Tensor] = {}
-        for number, (block, head) in enumerate(zip(self.blocks, self.heads, strict=True)):
-            tensors[f"{number}.0.linear.weight"] = block.weight.detach().bfloat16()
-            tensors[f"{number}.0.linear.bias"] = block.bias.detach().bfloat16()
-            tensors[f"{number}.1.weight"] = head.weight.detach().bfloat16()
+        for number, (blocks, head) in enumerate(zip(self.blocks, self.heads, strict=True)):
+            for layer, block in enumerate(blocks):
+                name = f"{number}.{layer}.linear"
+                tensors[f"{name}.weight"] = block.weight.detach().bfloat16()
+                tensors[f"{name}.bias"] = block.bias.detach().bfloat16()
+            tensors[f"{number}.{len(blocks)}.weight"] = head.weight.detach().bfloat16()
+        values = {}
+        if len(self.ids) < self.target.vocab_size:
+            tensors["token_map"] = self.ids.cpu()
+            values["truncated_vocab_size"] = len(self.ids)
         _save(folder, tensors, "medusa_lm_head.safetensors")
         _save_config(
             folder,
             medusa_num_heads=len(self.heads),
-            medusa_num_layers=1,
+            medusa_num_layers=len(self.blocks[0]),
             base_model_name_or_path=base,
+            **values,
         )
 
 
