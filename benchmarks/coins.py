@@ -1,12 +1,14 @@
 """Synthetic drafts whose acceptance is drawn, and decided on the device as a network's is.
 
 The model's own token in place of a draft becomes the draft with a set probability, and another
-token otherwise. The engine then verifies drafts as it always does, and plans its steps ahead.
+token otherwise. In a tree at most one child of a row is right, each rank with a probability of
+its own. The engine then verifies drafts as it always does, and plans its steps ahead.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,11 +69,16 @@ class CoinSampler:
     """Replaces the model's own tokens in place of drafts by these with a set probability, and
     by other tokens otherwise."""
 
-    def __init__(self, engine: Engine, rate: float) -> None:
-        """From now on the engine samples so."""
+    def __init__(self, engine: Engine, rates: Sequence[float]) -> None:
+        """From now on the engine samples so. ``rates``: the probability of each rank of a
+        likely token behind a verified one; drafts of a chain have the first."""
         self._end = engine.runner.end
         self._sampler, self._sample = self._end._sampler, self._end._sample
-        self._rate, self._coins = rate, np.random.default_rng(1)
+        self._rate, self._coins = rates[0], np.random.default_rng(1)
+        self._tree = engine.scheduler.config.speculation.draft_tree
+        if self._tree is not None:
+            known = [*rates, *([0.0] * (1 + max(self._tree.ranks)))]
+            self._rates = np.array([known[rank] for rank in self._tree.ranks])
         self._end._sampler, self._end._sample = self, self._of_step
         # Drafts that were not verified teach nothing.
         SequenceDrafts.compare = _forget  # type: ignore[method-assign]
@@ -90,11 +97,35 @@ class CoinSampler:
         """As the engine's sampler, but for rows in place of drafts."""
         output = self._sampler.sample(logits_NV, batch, token_table_RL)
         inputs, decision = self._step
-        if decision.num_drafts:
+        if decision.num_drafts and self._tree is not None:
+            own_n, tokens_n = to_device(self._tossed_nodes(decision), logits_NV.device)
+            drafts_n = inputs.token_ids.index_select(0, tokens_n).long()
+            output.token_ids.index_copy_(0, own_n, drafts_n)
+        elif decision.num_drafts:
             own_n, tokens_n, flips_n = to_device(self._tossed(decision), logits_NV.device)
             drafts_n = inputs.token_ids.index_select(0, tokens_n).long()
             output.token_ids.index_copy_(0, own_n, drafts_n ^ flips_n)
         return output
+
+    def _tossed_nodes(self, decision: SchedulerOutput) -> Any:
+        """int64 [2, n]: for each row behind which a child is right, the row's index and the
+        child's token in the step. Behind other rows the model's own token remains, which random
+        weights nearly never drafted."""
+        assert self._tree is not None
+        tokens = np.cumsum(decision.num_scheduled_tokens) - 1
+        found: list[tuple[int, int]] = []
+        for own, first, count in decision.tree_runs.tolist():
+            for at in range(-1, count):
+                children = self._tree.children(at, count)
+                coin = self._coins.random()
+                for child, end in zip(
+                    children, np.cumsum(self._rates[list(children)]), strict=True
+                ):
+                    if coin < end:
+                        row = own if at < 0 else first + at
+                        found.append((row, tokens[decision.sampled[first + child]]))
+                        break
+        return np.array(found, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def _tossed(self, decision: SchedulerOutput) -> Any:
         """int64 [3, n]: for each draft the index of the row that samples in its place, its

@@ -3,17 +3,21 @@
     .venv/bin/python benchmarks/speculation.py --model .demo/smollm2.gguf --drafter ngram
     .venv/bin/python benchmarks/speculation.py --shape llama8b --drafter oracle --requests 1 64
     .venv/bin/python benchmarks/speculation.py --shape llama8b --drafter eagle --requests 1 64
+    .venv/bin/python benchmarks/speculation.py --model FOLDER --drafter eagle --head FOLDER
 
 Two engines are in this process, one without drafts, whose outputs are kept, and one with the
 drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` and
-``lookahead`` are drafters that `trimaran serve` has. The others are synthetic drafters of known
-acceptance: ``oracle`` proposes the kept output, and replaces each token by another with a set
+``lookahead`` are drafters that `trimaran serve` has, as are trained networks with --head. The
+others are synthetic drafters of known acceptance: ``oracle`` proposes the kept output, and
+replaces each token by another with a set
 probability; ``coins`` is a network in the engine that takes --draft-us for each token of the
 drafts of all sequences, and ``eagle`` an EAGLE-3 head of random weights. Drafts of the last two
 count as accepted with a set probability, whatever the model's own token is: the device
 replaces the model's own tokens. Without --deterministic an output may differ from the kept one
 by rounding, and the oracle then lacks the rest: ``coins`` measures speed there. ``oracle``
-waits on the host as long as a head would compute for the drafts that a step verified. Prompts
+waits on the host as long as a head would compute for the drafts that a step verified. With
+--tree the random head drafts a tree: behind a verified token the likely token of each rank is
+right with the probability in --rank-rates, independent of the path, and at most one is. Prompts
 consist of one random passage that is repeated, or of the ids in --prompt-ids. All requests are
 greedy.
 
@@ -49,7 +53,8 @@ from trimaran.comm.messages.messages import StepOutput, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config.draft_network import EAGLE, MEDUSA
+from trimaran.worker.config.draft_network import DRAFT_MODEL, EAGLE, MEDUSA
+from trimaran.worker.config.draft_tree import read_choices
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -63,6 +68,9 @@ from trimaran.worker.requests.request import Request, Sequence
 
 SERVED = ("ngram", "lookahead")
 """Drafters of the engine that need no network."""
+
+HEADS = (EAGLE, MEDUSA, DRAFT_MODEL)
+"""Networks that draft chains or trees."""
 
 NETWORKS = ("coins", EAGLE)
 """Networks without meaning, whose drafts are accepted by chance."""
@@ -125,6 +133,12 @@ def speculation_of(
         loading.load_network = synthetic_heads(args, most)  # type: ignore[attr-defined]
         yield SpeculationConfig(drafter=MEDUSA, draft_dir="none", **values)
         return
+    if args.tree:
+        values["tree"] = read_choices(args.tree, "--tree")
+        values["max_draft_tokens"] = most_drafts(args)
+    if args.head:
+        yield SpeculationConfig(drafter=args.drafter, draft_dir=args.head, **values)
+        return
     if args.drafter != EAGLE:
         drafter = args.drafter if args.drafter in SERVED else "ngram"
         yield SpeculationConfig(drafter=drafter, **values)
@@ -133,6 +147,11 @@ def speculation_of(
     head = {**sizes, "num_hidden_layers": 1, "draft_vocab_size": args.head_vocab}
     with random_checkpoint(head) as folder:
         yield SpeculationConfig(drafter=EAGLE, draft_dir=folder, **values)
+
+
+def most_drafts(args: argparse.Namespace) -> int:
+    """Most draft tokens of a sequence in a step."""
+    return len(read_choices(args.tree, "--tree")) if args.tree else args.max_draft_tokens
 
 
 def synthetic_heads(args: argparse.Namespace, most: int) -> Any:
@@ -230,7 +249,9 @@ def file(message: StepOutput, outputs: dict[int, list[int]]) -> None:
 
 
 def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    """One prompt a request: a passage twice, or the given ids."""
+    """One prompt a request: a passage twice, or the given ids or question."""
+    if args.question:
+        return [question_ids(args)] * max(args.requests)
     if args.prompt_ids:
         ids = json.loads(Path(args.prompt_ids).read_text(encoding="utf-8"))
         return [ids] * max(args.requests)
@@ -238,6 +259,18 @@ def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     half = args.input_len // 2
     passages = random_ids.integers(2, vocab_size, (max(args.requests), half)).tolist()
     return [passage * 2 for passage in passages]
+
+
+def question_ids(args: argparse.Namespace) -> list[int]:
+    """The ids of a question as the chat template of the model's folder writes one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    turns = [{"role": "user", "content": args.question}]
+    ids: list[int] = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=False
+    )
+    return ids
 
 
 def measured(args: argparse.Namespace, plain: Engine, own: Engine, count: int) -> Any:
@@ -290,10 +323,15 @@ def main() -> None:
         engine_of(args, SpeculationConfig()) as plain,
         engine_of(args, drafted) as own,
     ):
-        if args.drafter in NETWORKS:
-            CoinSampler(own, args.acceptance)
+        if is_synthetic(args):
+            CoinSampler(own, args.rank_rates or [args.acceptance])
         for count in args.requests:
             report(args, count, measured(args, plain, own, count))
+
+
+def is_synthetic(args: argparse.Namespace) -> bool:
+    """Whether drafts are those of a network without meaning, and accepted by chance."""
+    return args.drafter in NETWORKS and not args.head
 
 
 def report(args: argparse.Namespace, count: int, found: Any) -> None:
@@ -305,7 +343,7 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "model": args.name or (Path(args.model).name if args.model else args.shape),
         "dtype": args.dtype,
         "requests": count,
-        "max_draft_tokens": args.max_draft_tokens,
+        "max_draft_tokens": most_drafts(args),
         "mean_accepted": round(mean, 2),
         "out_tok_s": round(speed, 1),
         "plain_tok_s": round(plain_speed, 1),
@@ -313,14 +351,18 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "steady_tok_s": round(steady, 1),
         "plain_steady_tok_s": round(plain_steady, 1),
         "steady_ratio": round(steady / plain_steady, 3),
-        "outputs_that_differ": None if args.drafter in NETWORKS else differ,
+        "outputs_that_differ": None if is_synthetic(args) else differ,
         "deterministic": args.deterministic,
     }
-    if args.drafter not in SERVED:
-        line["acceptance"] = args.acceptance
+    if args.tree:
+        line["tree"] = args.tree
+    if args.head:
+        line["head"] = Path(args.head).name
+    elif args.drafter not in SERVED:
+        line["acceptance"] = args.rank_rates or args.acceptance
         is_head = args.drafter == EAGLE
         line |= {"head_vocab": args.head_vocab} if is_head else {"draft_us": args.draft_us}
-    if args.drafter in NETWORKS:
+    if args.drafter in NETWORKS or args.head:
         line["overlapped"] = not args.no_overlap
     line |= environment(torch.device(args.device), None)
     print(json.dumps(line), flush=True)
@@ -337,7 +379,10 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--model", default="", metavar="PATH", help="a folder or a GGUF file")
     add("--name", default="", help="of the model in the result (the folder's)")
     model.add_argument("--shape", choices=sorted(SHAPES), help="random weights")
-    add("--drafter", choices=(*SERVED, "oracle", "coins", EAGLE), default="ngram")
+    add("--drafter", choices=(*SERVED, "oracle", "coins", *HEADS), default="ngram")
+    add("--head", default="", metavar="DIR", help="a trained network that drafts")
+    add("--tree", default="", metavar="TREE", help="of a head, as eagle_choices")
+    add("--rank-rates", type=float, nargs="+", metavar="P", help="acceptance by rank in a tree")
     add("--head-vocab", type=int, default=32000, metavar="N", help="ids of an EAGLE-3 head")
     add(
         "--acceptance", type=float, default=0.75, metavar="P", help="of a synthetic draft token"
@@ -356,6 +401,7 @@ def arguments() -> argparse.Namespace:
     add("--input-len", type=int, default=128, metavar="N")
     add("--output-len", type=int, default=256, metavar="N")
     add("--prompt-ids", default="", metavar="FILE", help="JSON list of ids: the prompt")
+    add("--question", default="", metavar="TEXT", help="the prompt, in the chat template")
     add("--runs", type=int, default=3, metavar="N", help="the median is reported")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", default="float32", metavar="DTYPE")
@@ -364,9 +410,13 @@ def arguments() -> argparse.Namespace:
     add("--no-cuda-graphs", action="store_true", help="launch steps and drafts on a GPU")
     add("--output", default="", metavar="FILE", help="append the lines here")
     args = parser.parse_args()
-    if args.drafter == EAGLE and not args.shape:
-        parser.error("--drafter eagle makes a head of random weights, for --shape alone")
-    if args.prompt_ids:
+    if args.drafter in HEADS and not args.head and (args.drafter != EAGLE or not args.shape):
+        parser.error("heads of random weights are EAGLE heads for --shape; others need --head")
+    if args.tree and args.drafter not in HEADS:
+        parser.error("--tree is drafted by heads alone")
+    if args.question:
+        args.input_len = len(question_ids(args))
+    elif args.prompt_ids:
         args.input_len = len(json.loads(Path(args.prompt_ids).read_text(encoding="utf-8")))
     return args
 

@@ -34,7 +34,6 @@ from trimaran.comm.messages.messages import Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.worker.config.draft_network import EAGLE
-from trimaran.worker.config.draft_tree import read_choices
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
 
@@ -135,14 +134,11 @@ def main() -> None:
         for name, config in (("plain", SpeculationConfig()), ("drafts", drafted)):
             if name not in args.engines:
                 continue
-            if args.tree and config.is_on:
-                choices = read_choices(args.tree, "--tree")
-                config = replace(config, tree=choices, max_draft_tokens=len(choices))
             if args.top_k and config.is_on:
                 config = replace(config, tree_width=args.top_k, tree_depth=args.depth)
             with engine_of(args, config) as engine:
                 if config.is_on and not config.has_trees:
-                    CoinSampler(engine, args.acceptance)
+                    CoinSampler(engine, [args.acceptance])
                 for count in args.requests:
                     for k in args.drafts if name == "drafts" else (0,):
                         measure(engine, args, count, k, name)
@@ -175,7 +171,7 @@ def arguments() -> argparse.Namespace:
     add("--no-cuda-graphs", action="store_true", help="launch steps and drafts")
     add("--no-overlap", action="store_true", help="plan each step after the last one's result")
     args = parser.parse_args()
-    args.model, args.prompt_ids = "", ""
+    args.model = args.prompt_ids = args.question = args.head = ""
     return args
 
 
