@@ -28,8 +28,8 @@ CASES = [
     *((100, 256, seed, ALL_FIT) for seed in range(1, 4)),
 ]
 """Prompts, tokens of each, the seed and tokens of the cache: a short run, then a thousand with
-preemptions, and some without. Requests of odd seeds have LoRA adapters, and those of every third
-seed have guides."""
+preemptions, and some without. Requests of odd seeds have LoRA adapters. Every third seed has
+guides."""
 
 
 @pytest.mark.matrix(keep=1)
