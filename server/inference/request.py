@@ -56,10 +56,13 @@ class InferRequest:
     """
     parent: InferRequest | None = None
     """The request of the composed model that sent this request to a step."""
-    steps_output_ns: int = 0
-    """Time that the steps of a composed model have spent on their outputs: a part of the
-    request's own time for outputs, as in Triton.
+    steps_input_ns: int = 0
+    """Time that the steps of a composed model have spent on their inputs: a part of the
+    request's own time for inputs, as in Triton. The other phases are counted alike.
     """
+    steps_queue_ns: int = 0
+    steps_infer_ns: int = 0
+    steps_output_ns: int = 0
     started_ns: int = 0
     """``time.monotonic_ns()`` when execution began, set by a model with a queue."""
     executed_batch: int | None = None

@@ -216,17 +216,23 @@ class Measurement:
     def _succeed(self) -> None:
         """The request is complete."""
         self._is_over = True
+        request = self._request
         now = time.monotonic_ns()
         total_ns = now - self._arrived_ns
-        started_ns = self._request.started_ns or self._started_ns
+        started_ns = request.started_ns or self._started_ns
         # Before a model has the request, the request is decoded and checked.
-        input_ns = self._started_ns - self._arrived_ns
-        queue_ns = started_ns - self._started_ns
+        input_ns = self._started_ns - self._arrived_ns + request.steps_input_ns
+        queue_ns = started_ns - self._started_ns + request.steps_queue_ns
         infer_ns = (self._responded_ns or now) - started_ns
-        infer_ns = max(0, infer_ns - self._request.steps_output_ns)
-        if (parent := self._request.parent) is not None:
+        infer_ns -= request.steps_input_ns + request.steps_queue_ns + request.steps_output_ns
+        # Steps that run at the same time take more time together than passes.
+        infer_ns = max(infer_ns, request.steps_infer_ns)
+        if (parent := request.parent) is not None:
+            parent.steps_input_ns += input_ns
+            parent.steps_queue_ns += queue_ns
+            parent.steps_infer_ns += infer_ns
             parent.steps_output_ns += max(0, total_ns - input_ns - queue_ns - infer_ns)
-        executed = self._request.executed_batch
+        executed = request.executed_batch
         self._metrics.success(
             batch_size=self._batch_size,
             executed_batch=self._batch_size if executed is None else executed,

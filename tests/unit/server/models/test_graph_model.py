@@ -179,6 +179,26 @@ async def test_the_time_of_a_step_starts_at_its_request(serve_with, model, text,
         assert 0 < took_ns["tensorrt_llm"] < minute_ns
 
 
+@pytest.mark.parametrize(
+    ("model", "text", "length"),
+    [("ids_out", "text", "length"), ("ensemble", "text_input", "max_tokens")],
+)
+async def test_each_phase_of_an_ensemble_contains_the_phases_of_its_steps(
+    serve_with, model, text, length
+):
+    async with serve_with(ids_out=IDS_OUT) as served:
+        await served.dial(lambda submit: [5])
+        for _ in range(20):
+            await served.infer(model, **{text: "hello", length: 1})
+        steps = {"preprocessing", "tensorrt_llm", "postprocessing"}
+        durations = {
+            name: served.models[name].statistics.durations_ns() for name in (model, *steps)
+        }
+        of_model = durations.pop(model)
+        for phase, duration in of_model.items():
+            assert duration >= sum(each[phase] for each in durations.values()), phase
+
+
 async def test_closing_an_ensemble_cancels_its_step(serve_with):
     async with serve_with(ids_out=IDS_OUT) as served:
         engine = await served.dial(lambda submit: [5] * 100)
