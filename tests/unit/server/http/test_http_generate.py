@@ -279,9 +279,11 @@ def _exchange(server, version, *lines):
     with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as sock:
         reader = sock.makefile("rb")
         for _ in range(2):
+            status = b""
+            # A request that meets a closed connection resets the connection.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall("\r\n".join((*head, "", "")).encode() + body)
-            status = reader.readline()
+                status = reader.readline()
             if not status:
                 return found, True
             headers = http.client.parse_headers(reader)
