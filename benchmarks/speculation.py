@@ -5,21 +5,23 @@
     .venv/bin/python benchmarks/speculation.py --shape llama8b --drafter eagle --requests 1 64
     .venv/bin/python benchmarks/speculation.py --model FOLDER --drafter eagle --head FOLDER
 
-Two engines are in this process, one without drafts, whose outputs are kept, and one with the
-drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` and
-``lookahead`` are drafters that `trimaran serve` has, as are trained networks with --head. The
-others are synthetic drafters of known acceptance: ``oracle`` proposes the kept output, and
-replaces each token by another with a set
-probability; ``coins`` is a network in the engine that takes --draft-us for each token of the
-drafts of all sequences, and ``eagle`` an EAGLE-3 head of random weights. Drafts of the last two
-count as accepted with a set probability, whatever the model's own token is: the device
-replaces the model's own tokens. Without --deterministic an output may differ from the kept one
-by rounding, and the oracle then lacks the rest: ``coins`` measures speed there. ``oracle``
-waits on the host as long as a head would compute for the drafts that a step verified. With
---tree the random head drafts a tree: behind a verified token the likely token of each rank is
-right with the probability in --rank-rates, independent of the path, and at most one is. Prompts
-consist of one random passage that is repeated, or of the ids in --prompt-ids. All requests are
-greedy.
+Two engines are in this process: one without drafts, whose outputs are kept, and one with the
+drafter. Their runs alternate, so that other work on the machine slows both.
+
+- ``ngram`` and ``lookahead`` are drafters of `trimaran serve`. --head names a trained network.
+- ``oracle`` is synthetic: the kept output with some tokens replaced, by a set probability. The
+  host waits as long as a head would compute for the drafts that a step verified.
+- ``coins`` is a synthetic network in the engine. All drafts of a step take --draft-us a token.
+- ``eagle`` without --head is an EAGLE-3 head of random weights.
+
+Drafts of ``coins`` and of the random head count as accepted with a set probability, whatever
+the model's own token is: the device replaces the model's own tokens. With --tree the random
+head drafts a tree: behind a verified token the likely token of each rank is right with the
+probability in --rank-rates, independent of the path, and at most one is.
+
+Without --deterministic an output may differ from the kept output by rounding. The oracle then
+lacks the rest, and ``coins`` measures speed. Prompts consist of one random passage that is
+repeated, or of the ids in --prompt-ids. All requests are greedy.
 
 Each line of the result has the tokens a second of both engines from all first tokens to the
 last end, which includes steps of ever fewer requests, and to the first end (``steady``); the

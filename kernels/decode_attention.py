@@ -142,9 +142,7 @@ class HopperDecodes:
     ) -> Tensor | None:
         """Rotate, store and attend in one kernel, which saves a launch for each layer."""
         query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
-        if not cuda_decode.rotates(query_SNH, kv_cache, cos_sin_PR):
-            return None
-        if cuda_decode.refusal(query_SNH, kv_cache, spec) is not None:
+        if not _rotates(query_SNH, kv_cache, cos_sin_PR, spec):
             return None
         output_SNH = torch.empty_like(query_SNH, memory_format=torch.contiguous_format)
         cuda_decode.decode(
@@ -166,19 +164,24 @@ class HopperDecodes:
         query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
         if query_SNH.shape[2] != GROUP or inputs.has_power_scales:
             return None
-        if not cuda_decode.rotates(query_SNH, kv_cache, cos_sin_PR):
-            return None
-        if cuda_decode.refusal(query_SNH, kv_cache, spec) is not None:
+        if not _rotates(query_SNH, kv_cache, cos_sin_PR, spec):
             return None
         sequences, num_heads, _ = query_SNH.shape
         values_SNH = query_SNH.new_empty(query_SNH.shape, dtype=FP8)
         pitch = -(-sequences // 8) * 8
         scales_NP = query_SNH.new_empty((num_heads, pitch), dtype=torch.float32)
         output = cuda_decode.QuantizedHeads(values_SNH, Quantization.of(scales_NP, inputs))
-        cuda_decode.decode(
-            query_SNH, kv_cache, metadata, spec, output, cos_sin_PH=cos_sin_PR
-        )  # fmt: skip
+        cuda_decode.decode(query_SNH, kv_cache, metadata, spec, output, cos_sin_PH=cos_sin_PR)
         return Fp8Rows(values_SNH.view(sequences, -1), scales_NP, query_SNH.dtype)
+
+
+def _rotates(
+    query_SNH: Tensor, kv_cache: Tensor, cos_sin_PR: Tensor, spec: AttentionSpec
+) -> bool:
+    """Whether our kernel rotates and stores besides attending."""
+    if not cuda_decode.rotates(query_SNH, kv_cache, cos_sin_PR):
+        return False
+    return cuda_decode.refusal(query_SNH, kv_cache, spec) is None
 
 
 def select_decode_attention(device: torch.device, dtype: torch.dtype) -> DecodeAttention:

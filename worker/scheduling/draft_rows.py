@@ -72,7 +72,10 @@ class DraftRows:
     and length limits hold for this case; ranks subtract the rejected drafts.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, *, has_stages: bool = False
+    ) -> None:
+        """``has_stages``: stages of a pipeline compute a step before its ids are sampled."""
         self._config = config.speculation
         self._cache = cache
         self._max_rows = config.max_num_rows
@@ -90,8 +93,10 @@ class DraftRows:
         elif self._growth is not None:
             self._tree, self._ranks = GrownTree(), NodeRates(self._growth.num_nodes)
         self._max_seq_len = config.max_seq_len
-        self.path_moves = PathMoves(cache.block_size)
-        """Moves that earlier stages of a pipeline have not been told."""
+        self.path_moves: PathMoves | None = None
+        """Moves that earlier stages of a pipeline have not been told; None for one stage."""
+        if has_stages and self._config.has_trees:
+            self.path_moves = PathMoves(cache.block_size)
         self._reach = DraftReach(self._config.max_draft_tokens)
         """Tokens that a network drafts for each sequence."""
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
@@ -375,7 +380,7 @@ class DraftRows:
                     yield step.sampled[place], token_ids[place]
                     continue
                 own = run.accept(token_ids)
-                if run.tree is not None:
+                if self.path_moves is not None and run.tree is not None:
                     self.path_moves.add(run)
                 count = len(run.path)
                 if not self._take_in(run, own, count, emitted):

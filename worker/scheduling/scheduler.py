@@ -76,7 +76,9 @@ class Scheduler:
         self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
         self._guided = GuidedSequences()
         self.wait_for_masks = self._guided.wait
-        self.draft_rows = DraftRows(config, cache) if config.speculation.is_on else None
+        self.draft_rows: DraftRows | None = None
+        if config.speculation.is_on:
+            self.draft_rows = DraftRows(config, cache, has_stages=num_micro_batches > 0)
         if self.draft_rows is not None:
             self._guided.propose = self.draft_rows.propose
         self._intake = TokenIntake(cache, self._guided, self._finish)
@@ -219,7 +221,7 @@ class Scheduler:
         self.policy.add_forks(plan.first_samples)
         has_ids = self._micro_batches is not None
         step = plan.finish(self.rows.take_finished(), has_ids=has_ids)
-        if self.draft_rows is not None and has_ids:
+        if self.draft_rows is not None and self.draft_rows.path_moves is not None:
             step.decision.path_moves = self.draft_rows.path_moves.take()
         return self._guided.fill_masks(step)
 
