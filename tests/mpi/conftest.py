@@ -42,22 +42,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test here runs on all ranks of a job: pytest-mpi's mark. A test marked `ranks` is
-    left to the job of that size.
+    left to the job of that size. With ``--all-cases`` other jobs run the test too, unless the
+    mark says ``only``: the test's layout has that many ranks.
     """
     for item in items:
         item.add_marker(pytest.mark.mpi)
-    if config.getoption("--all-cases") or NUM_RANKS not in JOBS:
+    if NUM_RANKS not in JOBS:
         return
-    elsewhere = [item for item in items if _num_ranks(item) != NUM_RANKS]
+    runs_all = config.getoption("--all-cases")
+    elsewhere = {item for item in items if not _belongs_here(item, runs_all=runs_all)}
     if elsewhere:
-        config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [item for item in items if _num_ranks(item) == NUM_RANKS]
+        config.hook.pytest_deselected(items=[item for item in items if item in elsewhere])
+        items[:] = [item for item in items if item not in elsewhere]
 
 
-def _num_ranks(item: pytest.Item) -> int:
-    """The size of the job that shows a test's claim; without a mark that of this one."""
+def _belongs_here(item: pytest.Item, *, runs_all: bool) -> bool:
+    """Whether the job of this size runs a test."""
     mark = item.get_closest_marker("ranks")
-    return mark.args[0] if mark else NUM_RANKS
+    if mark is None or mark.args[0] == NUM_RANKS:
+        return True
+    return runs_all and not mark.kwargs.get("only", False)
 
 
 @pytest.fixture(scope="session")

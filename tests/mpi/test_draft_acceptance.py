@@ -42,7 +42,7 @@ def make_driver(parallel, ties):
 
 
 @pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, only=True)
 def test_draft_logits_and_thresholds_decide_on_all_ranks(world, layout):
     sampling = {"top_k": 50, "temperature": 1.5}
     prompt = [3, 1, 4, 1, 5]
@@ -75,7 +75,7 @@ def test_draft_logits_and_thresholds_decide_on_all_ranks(world, layout):
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, only=True)
 def test_drafts_change_no_guided_output_of_ranks_together(world, layout):
     guide = {
         "guide_type": "regex", "guide": "((red|green|blue) [0-9]{2}, ){4}", "end_id": 1,

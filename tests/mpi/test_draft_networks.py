@@ -85,7 +85,7 @@ def run(driver):
         *(("mtp", layout) for layout in ("tp 2", "tp 2, whole experts", "pp 2")),
     ],
 )
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, only=True)
 def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
     check(world, root, kind, layout)
 
@@ -98,14 +98,14 @@ GROWN = {"tree_width": 3, "tree_depth": 3, "max_draft_tokens": 8}
 @pytest.mark.parametrize(
     ("kind", "drafts"), [("eagle", GROWN), ("medusa", TREE), ("draft_model", TREE)]
 )
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, only=True)
 def test_two_ranks_draft_the_trees_of_one_rank(world, root, kind, drafts, layout):
     check(world, root, kind, layout, drafts)
 
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("kind", ["eagle", "redrafter", "mtp"])
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, only=True)
 def test_two_stages_of_two_ranks_draft_as_one_rank_does(world, root, kind):
     check(world, root, kind, "pp 2, tp 2")
 

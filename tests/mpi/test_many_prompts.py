@@ -27,7 +27,7 @@ PARTS = [(20, 256, seed) for seed in (41, 42)]
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"part {part[2]}")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, only=True)
 def test_drafts_change_no_token_of_many_prompts_on_ranks_together(world, layout, drafter, part):
     parallel, speculation = LAYOUTS[layout], DRAFTERS[drafter]
     asked = with_adapters(with_guides(draw(*part)))

@@ -19,7 +19,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.compilations import hooks
 from trimaran.worker.engine.compilations import Compilations
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = pytest.mark.ranks(2, only=True)
 
 HANG_S, COMPILATION_S = 1.0, 2.5
 

@@ -83,7 +83,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, only=True)
 def test_drafts_change_no_output_of_ranks_together(world, layout):
     drafters = dict(DRAFTERS)
     for kind, folder in NETWORKS.items():
