@@ -102,9 +102,9 @@ class TritonOps(TorchOps):
         return make_product(weight, inputs, is_fixed=self.is_deterministic)
 
     def integer_product(
-        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:
-        return self._integers.make(weight, has_byte_inputs=has_byte_inputs)
+        return self._integers.make(weight, has_byte_inputs=has_byte_inputs, is_gated=is_gated)
 
     def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
         check_served(values, blocks)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.kernels.build import KernelsUnavailableError
-from trimaran.kernels.cuda import integer_gemm
+from trimaran.kernels.cuda import integer_choice, integer_gemm
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import can_multiply
 from trimaran.kernels.cuda.integer_floats import compile_floats, dequantize
@@ -27,7 +27,11 @@ _FULL_TILES = 192
 """Programs from which a product keeps all multiprocessors of the largest GPU busy."""
 
 _FLOAT_ROWS = 1024
-"""Rows from which the CUDA kernel is slower than torch's product of dequantized weights."""
+"""Rows from which the CUDA kernel that scales sums is slower than torch's product of
+dequantized weights."""
+
+_MAX_ROUNDED_SCALE = 127
+"""Scales from which the kernels that round weights would overflow in float16."""
 
 _MAX_PARTS = 8
 _MANTISSA_BITS, _INFINITE = 23, 255
@@ -73,6 +77,10 @@ class _GpuProduct:
         total_TE = self._multiply(x_TK, None, torch.float32) * scales_T1
         return (total_TE if bias_E is None else total_TE + bias_E).to(dtype)
 
+    def gated(self, x_TD: Tensor) -> Tensor | None:
+        """See `IntegerProduct`."""
+        return None
+
     def _multiply(self, x_TK: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
 
@@ -111,12 +119,21 @@ class HopperIntegerProduct(_GpuProduct):
         *,
         has_byte_inputs: bool,
         is_fixed: bool,
+        is_gated: bool = False,
     ) -> None:
         columns = Columns.of(weight)
         super().__init__(columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
         self._units = pack_units(weight, columns)
-        integer_gemm.compile_variants(self._units, dtype, is_fixed=is_fixed)
-        if not is_fixed:
+        # Bytes of inputs are multiplied by exact integers.
+        self._can_round = not (is_fixed or has_byte_inputs) and bool(
+            (weight.scales.abs() < _MAX_ROUNDED_SCALE).all()
+        )
+        self._can_gate = self._can_round and is_gated and integer_choice.can_gate(self._units)
+        max_rows = integer_choice.MIN_ROWS - 1 if self._can_round else _FLOAT_ROWS
+        integer_gemm.compile_variants(self._units, dtype, max_rows, is_fixed=is_fixed)
+        if self._can_round:
+            integer_choice.compile_variants(self._units, dtype, has_gates=self._can_gate)
+        elif not is_fixed:
             compile_floats(UnitFormat.of(self._units, dtype))
 
     @property
@@ -125,8 +142,17 @@ class HopperIntegerProduct(_GpuProduct):
         order = self._columns.order
         return self._units.values.nbytes + (0 if order is None else order.nbytes)
 
+    def gated(self, x_TD: Tensor) -> Tensor | None:
+        """Many rows, by one kernel."""
+        if not self._can_gate or x_TD.shape[0] < integer_choice.MIN_ROWS:
+            return None
+        return integer_choice.multiply_gated(self._columns.gather(x_TD), self._units)
+
     def _multiply(self, x_TK: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         units, rows = self._units, x_TK.shape[0]
+        is_rounded = self._can_round and dtype == x_TK.dtype
+        if is_rounded and rows >= integer_choice.MIN_ROWS:
+            return integer_choice.multiply(x_TK, units, bias_E)
         if rows >= _FLOAT_ROWS and not self._is_fixed:
             weight_EK = dequantize(units, x_TK.dtype)[:, : x_TK.shape[1]]
             if dtype == x_TK.dtype:
@@ -151,15 +177,22 @@ class IntegerProducts(NamedTuple):
         """The kernels by name."""
         return "triton" if self.dtype is None else "cuda, triton"
 
-    def make(self, weight: IntegerWeight, *, has_byte_inputs: bool) -> IntegerProduct:
-        """The product by a weight. Triton multiplies by a weight that has minimums, zero
-        points outside of the range of its integers, or FP4 numbers."""
+    def make(
+        self, weight: IntegerWeight, *, has_byte_inputs: bool, is_gated: bool
+    ) -> IntegerProduct:
+        """The product by a weight; with ``is_gated`` of gates above ups. Triton multiplies by a
+        weight that has minimums, zero points outside of the range of its integers, or FP4
+        numbers."""
         if self.dtype is None or not can_pack(weight):
             return TritonIntegerProduct(
                 weight, has_byte_inputs=has_byte_inputs, is_fixed=self.is_fixed
             )
         return HopperIntegerProduct(
-            weight, self.dtype, has_byte_inputs=has_byte_inputs, is_fixed=self.is_fixed
+            weight,
+            self.dtype,
+            has_byte_inputs=has_byte_inputs,
+            is_fixed=self.is_fixed,
+            is_gated=is_gated,
         )
 
 

@@ -103,6 +103,10 @@ class ReferenceIntegerProduct:
             total_TE = total_TE + bias_E.float()
         return total_TE.to(dtype or x_TD.dtype)
 
+    def gated(self, x_TD: Tensor) -> Tensor | None:
+        """See `IntegerProduct`: SwiGLU is a kernel of its own."""
+        return None
+
 
 def expert_storage(weights: Sequence[IntegerWeight]) -> IntegerExperts:
     """See `Ops.integer_expert_storage`: values [X, E, D] or [X, E, D / 2], float32 scales

@@ -101,6 +101,11 @@ class IntegerProduct(Protocol):
         """
         ...
 
+    def gated(self, x_TD: Tensor) -> Tensor | None:
+        """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2] of a weight with gate rows above up
+        rows, where that is one kernel; otherwise None."""
+        ...
+
 
 class IntegerExperts(NamedTuple):
     """A matrix of each of a rank's experts in integers, stored as the device's products read

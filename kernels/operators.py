@@ -65,11 +65,12 @@ class Ops(Protocol):
         ...
 
     def integer_product(
-        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:
         """The product by a weight of integers, whose inputs keep their dtype or become bytes.
 
-        Call after the weight is loaded. The product keeps ``weight``'s tensors or copies.
+        Call after the weight is loaded. The product keeps ``weight``'s tensors or copies. With
+        ``is_gated`` the weight has gate rows above as many up rows.
         """
         ...
 

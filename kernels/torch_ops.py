@@ -52,7 +52,7 @@ class TorchOps:
         return values
 
     def integer_product(
-        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:
         return ReferenceIntegerProduct(weight, has_byte_inputs=has_byte_inputs)
 

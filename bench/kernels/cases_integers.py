@@ -26,8 +26,10 @@ _Set = tuple[Tensor, IntegerProduct, Tensor]
 def cases(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: list[int]
 ) -> Iterator[KernelCase]:
-    """Each product of a layer with weights of 4 and 8 bits; the column ``torch`` has the same
-    product in ``dtype`` by our operators."""
+    """Each product of a layer, and SwiGLU of its gates and ups, with weights of 4 and 8 bits.
+
+    The column ``torch`` has the same in ``dtype`` by our operators.
+    """
     if shape.experts > 1:
         raise ConfigError("--areas integers has no experts yet: name a shape with an MLP")
     sizes = {
@@ -37,9 +39,11 @@ def cases(
         "down": (shape.inner, shape.hidden),
     }
     for count in rows:
-        for name, size in sizes.items():
-            for kind in _KINDS:
+        for kind in _KINDS:
+            for name, size in sizes.items():
                 yield _case(f"{name} {kind}", (count, *size), _KINDS[kind], device, dtype)
+            size = count, *sizes["gate_up"]
+            yield _case(f"SwiGLU {kind}", size, _KINDS[kind], device, dtype, is_gated=True)
 
 
 def _case(
@@ -48,28 +52,43 @@ def _case(
     kind: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
 ) -> KernelCase:
     rows, inner, outputs = size
     ops = select_ops(device, dtype)
+    results = outputs // 2 if is_gated else outputs
 
     def make() -> _Set:
         x = torch.randn((rows, inner), device=device, dtype=dtype)
         floats = torch.randn((outputs, inner), device=device, dtype=dtype).mul_(0.02)
-        return x, ops.integer_product(_weight(outputs, inner, kind, device)), floats
+        weight = _weight(outputs, inner, kind, device)
+        return x, ops.integer_product(weight, is_gated=is_gated), floats
+
+    def run(each: _Set) -> Tensor:
+        x, product, _ = each
+        if not is_gated:
+            return product(x)
+        fused = product.gated(x)
+        return ops.silu_and_mul(product(x)) if fused is None else fused
+
+    def peer(each: _Set) -> Tensor:
+        x, _, floats = each
+        return ops.gated_linear(x, floats) if is_gated else ops.linear(x, floats)
 
     bits, group = kind
     num_scales = outputs * (inner // group if group else 1)
     num_bytes = inner * outputs * bits // 8 + 2 * num_scales
-    num_bytes += rows * (inner + outputs) * dtype.itemsize
+    num_bytes += rows * (inner + results) * dtype.itemsize
     sets = rotated(make, num_bytes)
     return KernelCase(
         name=name,
         shape=f"{rows} x {inner} x {outputs}",
         dtype=f"int{bits}",
-        run=in_turn(lambda each: each[1](each[0]), sets),
+        run=in_turn(run, sets),
         num_bytes=num_bytes,
         flops=2 * rows * inner * outputs,
-        peer=in_turn(lambda each: ops.linear(each[0], each[2]), sets),
+        peer=in_turn(peer, sets),
     )
 
 

@@ -102,6 +102,10 @@ class CpuIntegerProduct:
         multiply(self._linear, x_TD, self.address, bias_E, y_TE)
         return y_TE
 
+    def gated(self, x_TD: Tensor) -> Tensor | None:
+        """See `IntegerProduct`: SwiGLU is a kernel of its own."""
+        return None
+
 
 def multiply(
     linear: Kernel, x_TD: Tensor, description: int, bias_E: Tensor | None, y_TE: Tensor

@@ -130,7 +130,7 @@ class CpuOps:
         return reference.sum_experts(x, weights, ids, experts, run)
 
     def integer_product(
-        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:
         return CpuIntegerProduct(self._integers, weight, has_byte_inputs=has_byte_inputs)
 

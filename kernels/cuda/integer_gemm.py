@@ -19,6 +19,7 @@ from trimaran.kernels.cuda.integer_units import (
     UNIT_OUTPUTS,
     UnitFormat,
     Units,
+    aligned_rows,
 )
 
 # Shapes: T tokens, K columns, E outputs.
@@ -33,11 +34,11 @@ class Cut(NamedTuple):
     """How a product is cut."""
 
     rows: int
-    """Rows of x of a block: 8, or a multiple of 16 up to 128."""
+    """Rows of x of a block: 8, or a multiple of 16 up to 128; with ``is_scaled`` up to 256."""
 
     tiles: int
     """Tiles of 64 outputs of a block, each a warpgroup: 2 to 4; at most 3 from 48 rows and 2
-    from 96 rows, for the registers."""
+    from 96 rows, with ``is_scaled`` from 129 rows, for the registers."""
 
     split: int = 1
     """Blocks that share the columns: 1, 2, 4 or 8. A result depends on this number alone."""
@@ -50,6 +51,10 @@ class Cut(NamedTuple):
     """Most shared memory for units and rows of x. What is left over lets blocks of the next
     kernel begin to read."""
 
+    is_scaled: bool = False
+    """Whether weights are rounded to the dtype of x before they are multiplied. Otherwise the
+    sums of a group are multiplied by its scale, which takes longer from some 48 rows on."""
+
 
 class Variant(NamedTuple):
     """What the kernel of products is compiled for."""
@@ -57,6 +62,7 @@ class Variant(NamedTuple):
     format: UnitFormat
     rows: int
     tiles: int
+    is_scaled: bool
 
     @property
     def num_threads(self) -> int:
@@ -70,6 +76,7 @@ class Variant(NamedTuple):
             f"INT_ROWS={self.rows}",
             f"INT_CHUNKS={self.rows // 16}",
             f"INT_TILES={self.tiles}",
+            f"INT_SCALED={int(self.is_scaled)}",
         ]
         return load_cubin("integer_gemm", "sm_90a", (*self.format.defines, *defines))
 
@@ -106,10 +113,7 @@ def multiply(
     out_TE = torch.empty((rows, outputs), dtype=dtype, device=x_TK.device)
     if not rows:
         return out_TE
-    if x_TK.shape[1] % 8:
-        x_TK = torch.nn.functional.pad(x_TK, (0, -x_TK.shape[1] % 8))
-    elif x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
-        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
+    x_TK = aligned_rows(x_TK)
     unit_tiles, inner_steps, unit_bytes = units.values.shape
     stage_bytes = 2 * UNIT_INPUTS * cut.rows + cut.tiles * unit_bytes
     stage_bytes = -(-stage_bytes // 1024) * 1024
@@ -125,7 +129,7 @@ def multiply(
         inner_steps // cut.split, inner_steps % cut.split, stages, int(dtype == torch.float32),
     )  # fmt: skip
     kernel = _kernel(
-        Variant(UnitFormat.of(units, x_TK.dtype), cut.rows, cut.tiles),
+        Variant(UnitFormat.of(units, x_TK.dtype), cut.rows, cut.tiles, cut.is_scaled),
         shared_bytes,
         cut.split * cut.sharing,
         x_TK.device,
@@ -153,7 +157,6 @@ _SHARED_ROWS = 64
 """Rows from which the reads of x by all blocks take longer than those of the weight."""
 
 _FIXED_TILES = 2
-_COMPILED_ROWS = range(8, 1025, 8)
 
 
 @functools.cache
@@ -204,12 +207,16 @@ def _cost(cut: Cut, rows: int, unit_tiles: int, inner_steps: int) -> float:
     return (units + overhead) * (_UNIT_COST + _ROW_COST * cut.rows)
 
 
-def compile_variants(units: Units, dtype: torch.dtype, *, is_fixed: bool) -> None:
-    """Compile the kernels for a weight in parallel."""
+def compile_variants(
+    units: Units, dtype: torch.dtype, max_rows: int, *, is_fixed: bool
+) -> None:
+    """Compile the kernels of `choose_cut` for a weight and up to ``max_rows``, in parallel."""
     chosen = UnitFormat.of(units, dtype)
     tiles, steps, _ = units.values.shape
-    cuts = (choose_cut(rows, tiles, steps, is_fixed=is_fixed) for rows in _COMPILED_ROWS)
-    variants = {Variant(chosen, cut.rows, cut.tiles) for cut in cuts}
+    cuts = (
+        choose_cut(rows, tiles, steps, is_fixed=is_fixed) for rows in range(8, max_rows + 8, 8)
+    )
+    variants = {Variant(chosen, cut.rows, cut.tiles, cut.is_scaled) for cut in cuts}
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
         list(pool.map(Variant.compile, variants))
 

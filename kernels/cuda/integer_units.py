@@ -68,6 +68,16 @@ class UnitFormat(NamedTuple):
         return (*macros, "GEMM_FLOAT16") if self.is_float16 else macros
 
 
+def aligned_rows(x_TK: Tensor) -> Tensor:
+    """The same inputs as the kernels' tensor maps take them: K a multiple of 8, rows
+    contiguous."""
+    if x_TK.shape[1] % 8:
+        return torch.nn.functional.pad(x_TK, (0, -x_TK.shape[1] % 8))
+    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
+        return x_TK.clone(memory_format=torch.contiguous_format)
+    return x_TK
+
+
 def can_pack(weight: IntegerWeight) -> bool:
     """Whether the units hold the weight: integers without minimums, whose zero points are in
     the kernel's range."""

@@ -8,9 +8,10 @@ from transformers import LlamaConfig
 
 from tests.unit.worker.quantization import integer_checkpoints
 from tests.unit.worker.quantization.integer_checkpoints import FORMS
-from trimaran.kernels.cuda import integer_floats, integer_gemm
+from trimaran.kernels.cuda import integer_choice, integer_floats, integer_gemm, integer_wide
 from trimaran.kernels.cuda.integer_gemm import Cut
 from trimaran.kernels.cuda.integer_units import pack_units
+from trimaran.kernels.cuda.integer_wide import WideCut
 from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.integer_columns import Columns
 from trimaran.kernels.integer_products import HopperIntegerProduct, TritonIntegerProduct
@@ -141,6 +142,90 @@ def test_blocks_that_share_rows_have_the_results_of_others(rows, outputs, inner)
                 continue
             shared = cut._replace(sharing=sharing)
             assert integer_gemm.multiply(x, units, None, x.dtype, shared).equal(expected)
+
+
+WIDE_CUTS = [
+    WideCut(32), WideCut(96, 3), WideCut(128, 2, 2), WideCut(208), WideCut(256),
+    WideCut(128, 3, sharing=2), WideCut(256, sharing=4),
+]  # fmt: skip
+ROUNDED = ("4-bits", "4-bits-zeros", "8-bits-rows", "8-bits-zeros")
+
+
+def rounded_product(x, weight, bias=None):
+    """By weights that are rounded to the dtype of ``x``."""
+    columns = Columns.of(weight)
+    weight_EK = columns.gather(dequantize(weight, x.dtype)).double()
+    total = columns.gather(x).double() @ weight_EK.T
+    return total if bias is None else total + bias.double()
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner"), [(300, 1032, 640), (129, 200, 384), (1000, 4096, 4096)]
+)
+def test_wide_cuts_multiply_by_rounded_weights(kind, rows, outputs, inner):
+    weight = weight_of(kind, outputs, inner)
+    for wide_scales in (False, True):
+        scales = (
+            weight.scales * 1.0009765625 if wide_scales else weight.scales.bfloat16().float()
+        )
+        given = weight._replace(scales=scales)
+        units = pack_units(given, Columns.of(given))
+        for dtype in (torch.bfloat16, torch.float16):
+            x = drawn(rows, inner, dtype) * 0.01
+            bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
+            expected = rounded_product(x, given, bias)
+            found = [integer_wide.multiply(x, units, bias, cut) for cut in WIDE_CUTS]
+            assert error(found[0], expected) < (2e-3 if dtype == torch.bfloat16 else 3e-4)
+            assert all(each.equal(found[0]) for each in found)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize(("rows", "outputs", "inner"), [(300, 1024, 640), (60, 14336, 4096)])
+def test_swiglu_of_rounded_weights_is_that_of_the_torch_twin(kind, rows, outputs, inner):
+    weight = weight_of(kind, outputs, inner)
+    units = pack_units(weight, Columns.of(weight))
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn((rows, inner), device=DEVICE).to(dtype) / 16
+        gate, up = rounded_product(x, weight).chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+        for cut in (WideCut(64, 2, 2), WideCut(96, 2, 2), WideCut(128, 2, 2, 2)):
+            found = integer_wide.multiply_gated(x, units, cut)
+            assert error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 3e-4)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize(("rows", "outputs", "inner"), [(300, 1030, 640), (129, 200, 384)])
+def test_split_products_of_rounded_weights_are_those_of_the_torch_twin(
+    kind, rows, outputs, inner
+):
+    weight = weight_of(kind, outputs, inner)
+    units = pack_units(weight, Columns.of(weight))
+    x = drawn(rows, inner) * 0.01
+    expected = rounded_product(x, weight)
+    for split in (1, 2):
+        cuts = [
+            Cut(size, tiles, split, sharing, is_scaled=True)
+            for size, tiles in ((64, 3), (128, 3), (256, 2))
+            for sharing in (1, 2)
+        ]
+        for dtype in (torch.bfloat16, torch.float32):
+            found = [integer_gemm.multiply(x, units, None, dtype, cut) for cut in cuts]
+            assert error(found[0], expected) < (2e-3 if dtype == torch.bfloat16 else 1e-4)
+            assert all(each.equal(found[0]) for each in found)
+
+
+@pytest.mark.parametrize("rows", [48, 128, 700, 3000])
+def test_gates_above_ups_have_one_kernel_for_many_rows(rows):
+    weight = weight_of("4-bits-order", 28672, 4096)
+    x = torch.randn((rows, 4096), device=DEVICE, dtype=torch.bfloat16) / 16
+    product = HopperIntegerProduct(
+        weight, x.dtype, has_byte_inputs=False, is_fixed=False, is_gated=True
+    )
+    gate, up = rounded_product(x, weight).chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert error(product.gated(x), expected) < TOLERANCE
+    assert product.gated(x[: integer_choice.MIN_ROWS - 1]) is None
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -55,6 +55,8 @@ class GatedActivation(nn.Module):
             return None
         if gate_up.own_product is not None:
             return gate_up.own_product.gated(x_TD)
+        if gate_up.integer_product is not None and isinstance(x_TD, Tensor):
+            return gate_up.integer_product.gated(x_TD)
         if isinstance(gate_up.method, UnquantizedLinearMethod) and isinstance(x_TD, Tensor):
             return self._ops.gated_linear(x_TD, gate_up.weight)
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trimaran.kernels.integers import IntegerProduct
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Rows
 from trimaran.worker.config.quantization import QuantizationConfig
@@ -132,6 +133,8 @@ class ParallelLinear(nn.Module):
         self.bias = context.empty(local_shape[0]) if bias else None
         self.fp8_product: Fp8Product | None = None
         """The product by the loaded weight, set by the method of FP8 weights."""
+        self.integer_product: IntegerProduct | None = None
+        """The same of integer weights."""
 
     @property
     def own_product(self) -> Fp8Product | None:

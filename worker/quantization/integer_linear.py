@@ -62,8 +62,13 @@ class IntegerLinearMethod:
         """
         weight = self.weight_of(layer)
         has_byte_inputs = self.scheme.activations is not None
-        product = self._ops.integer_product(weight, has_byte_inputs=has_byte_inputs)
-        check_integer_product(product, weight, self._dtype, has_byte_inputs=has_byte_inputs)
+        is_gated = list(_sharded(layer).output_parts) == ["gate", "up"]
+        product = self._ops.integer_product(
+            weight, has_byte_inputs=has_byte_inputs, is_gated=is_gated
+        )
+        check_integer_product(
+            product, weight, self._dtype, has_byte_inputs=has_byte_inputs, is_gated=is_gated
+        )
         layer.integer_product = product  # type: ignore[assignment]
         for parameter in layer.parameters(recurse=False):
             if parameter is not layer.bias:

@@ -85,9 +85,15 @@ def _check_groups(product: Fp8Product, weight: Fp8Weight, kind: _Kind) -> None:
 
 
 def check_integer_product(
-    product: IntegerProduct, weight: IntegerWeight, dtype: torch.dtype, *, has_byte_inputs: bool
+    product: IntegerProduct,
+    weight: IntegerWeight,
+    dtype: torch.dtype,
+    *,
+    has_byte_inputs: bool,
+    is_gated: bool = False,
 ) -> None:
-    """Raise `ConfigError` unless ``product`` computes what its definition does."""
+    """Raise `ConfigError` unless ``product`` computes what its definition does. With
+    ``is_gated`` the weight has gate rows above up rows."""
 
     def definition(outputs: slice) -> _Product:
         part = weight.outputs(outputs)
@@ -95,6 +101,9 @@ def check_integer_product(
 
     kind = _Kind(_numbers_of(weight), weight.shape, weight.values.device, dtype)
     _check(product, definition, kind, weight.scales)
+    if is_gated:
+        for rows in _ROWS[1:]:
+            _check_gated(product, definition, kind, rows)
 
 
 def _numbers_of(weight: IntegerWeight | IntegerExperts) -> str:
@@ -154,7 +163,10 @@ def _check(
 
 
 def _check_gated(
-    product: Fp8Product, definition: Callable[[slice], _Product], kind: _Kind, rows: int
+    product: Fp8Product | IntegerProduct,
+    definition: Callable[[slice], _Product],
+    kind: _Kind,
+    rows: int,
 ) -> None:
     (outputs, inner), device = kind.shape, kind.device
     generator = torch.Generator(device).manual_seed(0)

@@ -10,10 +10,11 @@
 // The parts of a `split` take a part of the inner dimension each, and add up through shared memory
 // in a fixed order.
 //
-// INT_ROWS: 8, or 16 x INT_CHUNKS. INT_TILES: 2 to 4. GEMM_FLOAT16: x is float16 instead of
-// bfloat16. Others: integer_units.cuh.
-#include "integer_units.cuh"
+// INT_ROWS: 8, or 16 x INT_CHUNKS. INT_TILES: 2 to 4. INT_SCALED: 1 where weights are rounded to
+// x's type before they are multiplied, instead of a multiplication of sums by scales.
+// GEMM_FLOAT16: x is float16 instead of bfloat16. Others: integer_units.cuh.
 #include "register_products.cuh"
+#include "scaled_units.cuh"
 
 namespace {
 
@@ -32,7 +33,7 @@ constexpr int kCopyRegisters = INT_TILES == 2 ? 40 : 32;
 constexpr int kMultiplyRegisters = INT_TILES == 2 ? 232 : 160;
 
 // Steps of 16 inputs whose fragments are made at once, and how many of these a unit has.
-constexpr int kBatch = INT_GROUPS == 4 ? 2 : 4;
+constexpr int kBatch = !INT_SCALED && INT_GROUPS == 4 ? 2 : 4;
 constexpr int kBatches = kSteps / kBatch;
 
 }  // namespace
@@ -100,15 +101,6 @@ struct UnitRing {
     }
 };
 
-__device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier,
-                                           u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
 __device__ __forceinline__ void copy_units(const Arguments& args, const Place& place,
                                            UnitRing ring) {
     const u64 policy = args.row_tiles == 1 ? kReadOnce : kReadAgain;
@@ -150,25 +142,91 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Place& pl
     }
 }
 
-__device__ __forceinline__ void make_batch(const Unit& unit, int batch, u32 (&a)[kBatch][4]) {
+template <class UNIT>
+__device__ __forceinline__ void make_batch(const UNIT& unit, int batch, u32 (&a)[kBatch][4]) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) unit.fragment(batch * kBatch + k, a[k]);
 }
 
+// Adds to the sums unless the batch is the first one.
 __device__ __forceinline__ void multiply_batch(u32 x, int batch, const u32 (&a)[kBatch][4],
-                                               float (&sums)[kSums]) {
-    constexpr int kOfGroup = kBatches / INT_GROUPS;
+                                               float (&sums)[kSums], bool is_first) {
     products_fence();
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
         const int step = batch * kBatch + k;
         // A panel has four steps of 32 bytes.
         const u64 rows = operand(x + step / 4 * kPanelBytes, 16) + 2 * (step % 4);
-        add_fragment_product(sums, a[k], rows, k > 0 || batch % kOfGroup > 0);
+        add_fragment_product(sums, a[k], rows, k > 0 || !is_first);
     }
     products_commit();
 }
 
+// The units of one warpgroup. While products of a batch of fragments run, the next fragments are
+// made.
+template <class UNIT>
+struct UnitReader {
+    const Arguments& args;
+    const Place& place;
+    const int count, tile;
+    UnitRing ring;
+    u32 last = 0;  // the barrier of the preceding unit
+    UNIT unit;
+    u32 a[2][kBatch][4];
+
+    __device__ UnitReader(const Arguments& args, const Place& place, const UnitRing& ring)
+        : args(args), place(place), count(place.count), tile(warpgroup()), ring(ring) {}
+
+    __device__ __forceinline__ void load() {
+        barrier_wait(ring.filled(), ring.parity);
+        unit.load(ring.unit(tile));
+    }
+
+    __device__ __forceinline__ void begin() {
+        load();
+        make_batch(unit, 0, a[0]);
+    }
+
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        const int lane = threadIdx.x % 32;
+        if (last && lane >> args.sharing_bits == 0) {
+            if (args.sharing_bits) {
+                barrier_arrive_at(last, place.peer(args, lane));
+            } else {
+                barrier_arrive(last);
+            }
+        }
+    }
+};
+
+#if INT_SCALED
+// The sums of the block's part for a warpgroup's 64 outputs, over kDivisor.
+__device__ __forceinline__ void multiply_units(const Arguments& args, const Place& place,
+                                               const UnitRing& ring, float (&total)[kSums]) {
+    UnitReader<ScaledUnit> reader(args, place, ring);
+    reader.begin();
+    for (int n = 0; n < place.count; ++n) {
+        const u32 x = reader.ring.x(), released = reader.ring.released();
+#pragma unroll
+        for (int batch = 0; batch < kBatches; ++batch) {
+            multiply_batch(x, batch, reader.a[batch % 2], total, n == 0 && batch == 0);
+            if (batch + 1 == kBatches) {
+                // The last unit is loaded twice: a branch would end the overlap.
+                if (n + 1 < place.count) reader.ring.advance();
+                reader.load();
+            }
+            products_wait<1>();
+            // The batch before this one has been multiplied.
+            if (batch == 0) reader.release();
+            make_batch(reader.unit, (batch + 1) % kBatches, reader.a[(batch + 1) % 2]);
+        }
+        reader.last = released;
+    }
+    products_wait<0>();
+    pin(total);
+}
+#else
 // A group's sums on their way to the total: two groups take turns if there are registers.
 constexpr int kTurns = INT_ROWS > 96 ? 1 : 2;
 
@@ -183,42 +241,17 @@ __device__ __forceinline__ void add_scaled(Turn& turn, float (&total)[kSums]) {
     for (int i = 0; i < kSums; ++i) total[i] += turn.sums[i] * turn.scale[i / 2 % 2];
 }
 
-// The units of one warpgroup. While products of a batch of fragments run, the sums before them
-// are scaled and the next fragments are made.
-struct Multiplier {
-    const Arguments& args;
-    const Place& place;
-    const int count, tile;
-    UnitRing ring;
-    u32 last = 0;  // the barrier of the preceding unit
-    Unit unit;
-    u32 a[2][kBatch][4];
+// While products of a batch of fragments run, the sums before them are scaled too.
+struct Multiplier : UnitReader<Unit> {
     Turn turns[kTurns];
 
     __device__ Multiplier(const Arguments& args, const Place& place, const UnitRing& ring)
-        : args(args), place(place), count(place.count), tile(warpgroup()), ring(ring) {
+        : UnitReader(args, place, ring) {
 #pragma unroll
         for (Turn& turn : turns) {
 #pragma unroll
             for (int i = 0; i < kSums; ++i) turn.sums[i] = 0.0f;
             turn.scale[0] = turn.scale[1] = 0.0f;
-        }
-    }
-
-    __device__ __forceinline__ void load() {
-        barrier_wait(ring.filled(), ring.parity);
-        unit.load(ring.unit(tile));
-    }
-
-    __device__ __forceinline__ void release() {
-        __syncwarp();
-        const int lane = threadIdx.x % 32;
-        if (last && lane >> args.sharing_bits == 0) {
-            if (args.sharing_bits) {
-                barrier_arrive_at(last, place.peer(args, lane));
-            } else {
-                barrier_arrive(last);
-            }
         }
     }
 
@@ -247,7 +280,7 @@ struct Multiplier {
             const int group = batch / kOfGroup;
             const int turn = INT_GROUPS == 1 ? TURN : group;
             Turn& mine = turns[turn % kTurns];
-            multiply_batch(x, batch, a[batch % 2], mine.sums);
+            multiply_batch(x, batch, a[batch % 2], mine.sums, batch % kOfGroup == 0);
             if (batch + 1 == kBatches) {
                 if (n + 1 < count) ring.advance();
                 load();
@@ -273,8 +306,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& args, const Plac
 #pragma unroll
     for (int i = 0; i < kSums; ++i) total[i] = 0.0f;
     Multiplier multiplier(args, place, ring);
-    multiplier.load();
-    make_batch(multiplier.unit, 0, multiplier.a[0]);
+    multiplier.begin();
     for (int n = 0; n < place.count; n += kTurns) {
         multiplier.multiply<0>(n, total);
         if constexpr (kTurns == 2) {
@@ -284,6 +316,7 @@ __device__ __forceinline__ void multiply_units(const Arguments& args, const Plac
         }
     }
 }
+#endif
 
 // Sums lie as [row, output].
 __device__ __forceinline__ void write_sums(u32 base, const float (&total)[kSums]) {
@@ -293,7 +326,7 @@ __device__ __forceinline__ void write_sums(u32 base, const float (&total)[kSums]
     for (int i = 0; i < kSums; ++i) {
         const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(base + 4 * (row * kPitch + output + i / 2 % 2 * 8)),
-                     "f"(total[i] * kOverStep)
+                     "f"(total[i] * (INT_SCALED ? kDivisor : kOverStep))
                      : "memory");
     }
 }

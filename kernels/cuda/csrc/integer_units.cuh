@@ -25,6 +25,16 @@ constexpr int kZeroBytes = INT_ZEROS ? 128 : 0;
 constexpr int kUnitBytes = kValuesBytes + INT_GROUPS * (kScaleBytes + kZeroBytes);
 constexpr int kSteps = kUnitInputs / 16;
 
+// Of global memory, for a barrier; 16 bytes at least.
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier,
+                                           u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 __device__ __forceinline__ void load_words(u32 address, u32* words) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -55,6 +65,15 @@ __device__ __forceinline__ u32 multiply_add_pair(u32 a, u32 b, u32 c) {
     return sum;
 }
 
+constexpr u32 kMinusZeros = 0x80008000u;  // what a sum adds to a product that is to stay as it is
+
+__device__ __forceinline__ float first_of_pair(u32 pair) {
+    if (kIsBf16) return __uint_as_float(pair << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(pair)));
+    return value;
+}
+
 // The bits of an integer below 256 are those of a number, mostly a subnormal one: 2^-133 (bfloat16)
 // or 2^-24 (float16) times the integer. A product by a power of two makes the number kStep times
 // the integer, whichever nibble held the integer.
@@ -70,28 +89,32 @@ struct ZeroPair {
 
     __device__ explicit ZeroPair(u32 pair) {
         if constexpr (INT_ZEROS) {
-            constexpr u32 kMinus = kFromLow | 0x80008000u, kNone = 0x80008000u;
-            of[0] = multiply_add_pair(permute(pair, pair, 0x1010), kMinus, kNone);
-            of[1] = multiply_add_pair(permute(pair, pair, 0x3232), kMinus, kNone);
+            constexpr u32 kMinus = kFromLow | 0x80008000u;
+            of[0] = multiply_add_pair(permute(pair, pair, 0x1010), kMinus, kMinusZeros);
+            of[1] = multiply_add_pair(permute(pair, pair, 0x3232), kMinus, kMinusZeros);
         } else {
             of[0] = of[1] = kMinusHalfRange;
         }
     }
 };
 
+// The integers of register s of a fragment, as bits of numbers; those of odd registers are 16 times
+// as large with 4 bits.
+__device__ __forceinline__ u32 integers(const u32* words, int s) {
+    if constexpr (INT_BITS == 4) {
+        const u32 word = s < 2 ? words[0] : words[0] >> 8;
+        return word & (s % 2 ? 0x00F000F0u : 0x000F000Fu);
+    }
+    const u32 word = words[s / 2];
+    return s % 2 ? permute(word, 0, 0x4341) : word & 0x00FF00FFu;
+}
+
 // The fragment of 16 inputs, kStep times integers less their zeros: exact.
 __device__ __forceinline__ void dequantize(const u32* words, const ZeroPair& zeros, u32* a) {
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-        if constexpr (INT_BITS == 4) {
-            const u32 word = s < 2 ? words[0] : words[0] >> 8;
-            a[s] = multiply_add_pair(word & (s % 2 ? 0x00F000F0u : 0x000F000Fu),
-                                     s % 2 ? kFromHigh : kFromLow, zeros.of[s % 2]);
-        } else {
-            const u32 word = words[s / 2];
-            a[s] = multiply_add_pair(s % 2 ? permute(word, 0, 0x4341) : word & 0x00FF00FFu,
-                                     kFromLow, zeros.of[s % 2]);
-        }
+        const u32 power = INT_BITS == 4 && s % 2 ? kFromHigh : kFromLow;
+        a[s] = multiply_add_pair(integers(words, s), power, zeros.of[s % 2]);
     }
 }
 

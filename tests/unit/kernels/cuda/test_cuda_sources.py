@@ -42,9 +42,16 @@ VARIANTS = {
     "sum_norm": ["-DELEMENT_BYTES=2 -DROW_CHUNKS=1 -DNORM_VALUES=4 -DRANKS=2"],
     "l2_latency": [""],
     "integer_gemm": [
-        f"{UNITS} -DINT_BITS={bits} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2"
+        f"{UNITS} -DINT_BITS={bits} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2 "
+        f"-DINT_SCALED={int(rows > 128)}"
         for bits in (4, 8)
-        for rows in (8, 16, 32, 64, 96, 128)
+        for rows in (8, 16, 32, 64, 96, 128, 192, 256)
+    ],
+    "integer_wide": [
+        f"{UNITS} -DINT_BITS={bits} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2 "
+        f"{kind}"
+        for bits in (4, 8)
+        for rows, kind in ((128, "-DINT_MI=2 -DGEMM_GATED"), (208, "-DINT_MI=1"))
     ],
     "integer_floats": [f"{UNITS} -DINT_BITS={bits}" for bits in (4, 8)],
 }

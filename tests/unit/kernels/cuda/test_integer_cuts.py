@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trimaran.kernels.cuda.integer_gemm import choose_cut
+from trimaran.kernels.cuda import integer_choice
+from trimaran.kernels.cuda.integer_gemm import Cut, choose_cut
 
 WEIGHTS = [(1, 1), (4, 3), (96, 32), (64, 112), (448, 32), (2004, 32)]
 """Tiles of 64 outputs, steps of 128 inputs."""
@@ -35,3 +36,24 @@ def test_the_processors_are_busy_with_one_token():
     for tiles, steps in WEIGHTS[2:]:
         cut = choose_cut(1, tiles, steps, is_fixed=False)
         assert cut.split * -(-tiles // cut.tiles) >= 88
+
+
+@pytest.mark.parametrize(("tiles", "steps"), WEIGHTS)
+@pytest.mark.parametrize("rows", [33, 64, 100, 129, 255, 511, 1024, 4096, 8192])
+def test_cuts_of_rounded_weights_are_served(tiles, steps, rows):
+    choose = integer_choice.choose
+    for cut in (
+        choose(rows, tiles, steps, has_maps=False),
+        choose(rows, tiles, steps, has_maps=True),
+    ):
+        assert cut.rows % 16 == 0 and cut.rows <= 256
+        assert cut.rows // cut.sharing % 8 == 0
+        if isinstance(cut, Cut):
+            assert cut.is_scaled
+            assert cut.tiles == 2 or (cut.tiles == 3 and cut.rows <= 128)
+            assert cut.split * cut.sharing <= 8 and cut.split <= steps
+        else:
+            assert cut.rows * cut.depth <= (256 if cut.tiles == 2 else 128)
+    assert isinstance(choose(rows, tiles, steps, has_maps=False), Cut)
+    deep = integer_choice.choose_gated(rows, tiles, steps)
+    assert (deep.tiles, deep.depth) == (2, 2) and deep.rows <= 128
