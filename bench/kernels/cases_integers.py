@@ -42,8 +42,8 @@ def cases(
         for kind in _KINDS:
             for name, size in sizes.items():
                 yield _case(f"{name} {kind}", (count, *size), _KINDS[kind], device, dtype)
-            size = count, *sizes["gate_up"]
-            yield _case(f"SwiGLU {kind}", size, _KINDS[kind], device, dtype, is_gated=True)
+            whole = count, *sizes["gate_up"]
+            yield _case(f"SwiGLU {kind}", whole, _KINDS[kind], device, dtype, is_gated=True)
 
 
 def _case(
