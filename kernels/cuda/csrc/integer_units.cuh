@@ -25,7 +25,7 @@ constexpr int kZeroBytes = INT_ZEROS ? 128 : 0;
 constexpr int kUnitBytes = kValuesBytes + INT_GROUPS * (kScaleBytes + kZeroBytes);
 constexpr int kSteps = kUnitInputs / 16;
 
-// Of global memory, for a barrier; 16 bytes at least.
+// Copies bytes of global memory, 16 or more, which count for a barrier.
 __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier,
                                            u64 policy) {
     asm volatile(
