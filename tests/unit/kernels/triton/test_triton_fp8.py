@@ -202,6 +202,15 @@ def test_few_rows_have_as_many_weights_on_each_processor(outputs, inner, kind, c
     assert found.stages(kind) >= (4 if outputs > 96 else 2)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_a_processor_has_room_for_one_block_of_queries_and_one_of_attention(rows):
+    cut = fp8_gemm.whole_cut(rows, 6144, 4096, 132)
+    of_processor, of_attention = 226, 99
+    assert 2 * cut.shared_kib > of_processor >= cut.shared_kib + of_attention
+    # A block with many weights has all of the memory.
+    assert fp8_gemm.whole_cut(rows, 6144, 14336, 132).shared_kib == 215
+
+
 @pytest.mark.parametrize("cut", [(4, 32), (8, 36), (8, 136), (8, 32, 2), (64, 128, 1, 32)])
 def test_tiles_of_few_rows_that_the_kernel_cannot_run_are_refused(cut):
     with pytest.raises(ValueError, match="take"):
@@ -224,6 +233,12 @@ def test_blocks_of_parts_all_run_at_once(outputs, inner, rows):
     assert cut is not None and cut.rows >= rows
     cut.check("parts")
     assert cut.split > 1 and -(-outputs // cut.columns) * cut.split <= 132
+
+
+def test_few_rows_of_few_inputs_make_fewer_parts():
+    assert fp8_gemm.parts_cut(64, 4096, 4096, 132) == GemmShape(64, 64, 2)
+    assert fp8_gemm.parts_cut(64, 4096, 14336, 132) == GemmShape(64, 96, 3, max_early=8)
+    assert fp8_gemm.parts_cut(65, 4096, 4096, 132) == GemmShape(128, 96, 3)
 
 
 def test_parts_of_more_rows_are_made_of_many_inputs_alone():
