@@ -170,9 +170,9 @@ def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> Cut |
     """The cut of a product that is stored whole; None if another kernel is faster.
 
     On an H200 128 rows by 6,144 outputs of 4,096 values take 14.1 us with the quantization, by
-    the library 16.0; 4,096 outputs of 14,336 values 30 and 42. Shared memory for one block a
-    processor beside another kernel's makes a layer of the 8B shape 3 % shorter for 1 row than
-    half of the shared memory, and 4 % for 16 rows than all of it.
+    the library 16.0; 4,096 outputs of 14,336 values 30 and 42. A graph of layers of the 8B
+    shape is 3 % shorter for 1 row with `_MORE_THAN_HALF_KIB` than with `_HALF_KIB`, and 4 %
+    for 16 rows than with all of the shared memory.
     """
     if 0 < num_rows <= MAX_SKINNY_ROWS:
         shape = SkinnyShape.of_rows(num_rows, SkinnyShape.even_lines(outputs, processors))
