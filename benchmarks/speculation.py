@@ -21,10 +21,11 @@ probability in --rank-rates, independent of the path, and at most one is.
 
 Without --deterministic an output may differ from the kept output by rounding. The oracle then
 lacks the rest, and ``coins`` measures speed. Prompts consist of one random passage that is
-repeated, or of the ids in --prompt-ids. All requests are greedy.
+repeated, or of the ids in --prompt-ids, or of a line of --prompts. All requests are greedy.
 
 Each line of the result has the tokens a second of both engines from all first tokens to the
 last end, which includes steps of ever fewer requests, and to the first end (``steady``); the
+ratio of tokens a second of processor time, which other work on the machine changes less; the
 accepted tokens of a verification (with the model's own), and the number of outputs that differ.
 """
 
@@ -40,7 +41,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -213,9 +214,24 @@ def engine_of(args: argparse.Namespace, speculation: SpeculationConfig) -> Itera
             engine.shutdown()
 
 
-def run(engine: Engine, prompts: list[list[int]], num_tokens: int, first: int) -> Any:
-    """The outputs of all prompts, and the tokens a second after every first token is there: up
-    to the end of the last request, and up to the end of the first one."""
+class Speed(NamedTuple):
+    """Tokens a second of a run, after every first token is there."""
+
+    whole: float
+    """Up to the end of the last request."""
+
+    steady: float
+    """Up to the end of the first request."""
+
+    by_processor: float
+    """Tokens of the whole a second of this process's processor time: other work on the machine
+    changes these less."""
+
+
+def run(
+    engine: Engine, prompts: list[list[int]], num_tokens: int, first: int
+) -> tuple[dict[int, list[int]], Speed]:
+    """The outputs of all prompts, and the speed."""
     outputs: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts, first):
         sampling = SamplingParams(max_tokens=num_tokens, top_k=1).to_wire()
@@ -224,18 +240,20 @@ def run(engine: Engine, prompts: list[list[int]], num_tokens: int, first: int) -
         )
         engine.submit("bench", message)
         outputs[number] = []
-    begin, num_before, steady = 0.0, 0, 0.0
+    begin, num_before, steady, processor = 0.0, 0, 0.0, 0.0
     while engine.has_work:
         for _, message in engine.step().messages:
             assert isinstance(message, StepOutput), message
             file(message, outputs)
         if not begin and all(outputs.values()):
             begin, num_before = time.perf_counter(), sum(map(len, outputs.values()))
+            processor = time.process_time()
         if begin and not steady and max(map(len, outputs.values())) >= num_tokens:
             count = sum(map(len, outputs.values())) - num_before
             steady = count / (time.perf_counter() - begin)
-    seconds = time.perf_counter() - begin
-    return outputs, (sum(map(len, outputs.values())) - num_before) / seconds, steady
+    seconds, busy = time.perf_counter() - begin, time.process_time() - processor
+    count = sum(map(len, outputs.values())) - num_before
+    return outputs, Speed(count / seconds, steady, count / busy)
 
 
 def file(message: StepOutput, outputs: dict[int, list[int]]) -> None:
@@ -248,6 +266,18 @@ def file(message: StepOutput, outputs: dict[int, list[int]]) -> None:
     ):
         outputs[request] += ids[start : start + count]
         start += count
+
+
+def text_ids(args: argparse.Namespace) -> list[list[int]]:
+    """The ids of each line of --prompts; no prompt for other sources."""
+    if not args.prompts:
+        return []
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
+    found: list[list[int]] = tokenizer(lines)["input_ids"]
+    return found
 
 
 def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
@@ -275,25 +305,26 @@ def question_ids(args: argparse.Namespace) -> list[int]:
     return ids
 
 
-def measured(args: argparse.Namespace, plain: Engine, own: Engine, count: int) -> Any:
-    """The results of ``count`` requests: median tokens a second with drafts and without, the
-    same while all requests run, tokens of a verification, and the number of requests whose
-    outputs differ."""
-    prompts = prompts_of(args, plain.facts()["vocab_size"])[:count]
+def measured(
+    args: argparse.Namespace, plain: Engine, own: Engine, prompts: list[list[int]]
+) -> tuple[Speed, Speed, float, int]:
+    """The results of a request for each prompt: median speeds with drafts and without, tokens
+    of a verification, and the number of requests whose outputs differ."""
     warm, *_ = run(plain, prompts, args.output_len, 1001)
     if args.drafter == "oracle":
         own.scheduler.draft_rows.make_drafter = maker(args, own, list(warm.values()), prompts)
     run(own, prompts, args.output_len, 1001)
     before, speeds, differ = counts_of(own), [], 0
     for first in range(2001, 2001 + 1000 * args.runs, 1000):
-        theirs, plain_speed, plain_steady = run(plain, prompts, args.output_len, first)
-        mine, speed, steady = run(own, prompts, args.output_len, first)
-        speeds.append((speed, plain_speed, steady, plain_steady))
+        theirs, plain_speed = run(plain, prompts, args.output_len, first)
+        mine, speed = run(own, prompts, args.output_len, first)
+        speeds.append((*speed, *plain_speed))
         differ += sum(mine[number] != theirs[number] for number in mine)
     drafts, accepted = (a - b for a, b in zip(counts_of(own), before, strict=True))
     mean = 1 + accepted / drafts if drafts else 1.0
     medians = [statistics.median(each) for each in zip(*speeds, strict=True)]
-    return medians, mean, differ
+    half = len(Speed._fields)
+    return Speed(*medians[:half]), Speed(*medians[half:]), mean, differ
 
 
 def counts_of(engine: Engine) -> tuple[int, int]:
@@ -327,8 +358,13 @@ def main() -> None:
     ):
         if is_synthetic(args):
             CoinSampler(own, args.rank_rates or [args.acceptance])
-        for count in args.requests:
-            report(args, count, measured(args, plain, own, count))
+        most = max(args.requests)
+        sets = [[ids] * most for ids in text_ids(args)]
+        sets = sets or [prompts_of(args, plain.facts()["vocab_size"])]
+        for number, prompts in enumerate(sets):
+            for count in args.requests:
+                found = measured(args, plain, own, prompts[:count])
+                report(args, count, found, number if args.prompts else None)
 
 
 def is_synthetic(args: argparse.Namespace) -> bool:
@@ -336,9 +372,14 @@ def is_synthetic(args: argparse.Namespace) -> bool:
     return args.drafter in NETWORKS and not args.head
 
 
-def report(args: argparse.Namespace, count: int, found: Any) -> None:
+def report(
+    args: argparse.Namespace,
+    count: int,
+    found: tuple[Speed, Speed, float, int],
+    prompt: int | None,
+) -> None:
     """Print one line, and append the line to the file of results."""
-    (speed, plain_speed, steady, plain_steady), mean, differ = found
+    speed, plain, mean, differ = found
     line = {
         "benchmark": "speculation",
         "drafter": args.drafter,
@@ -347,15 +388,18 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "requests": count,
         "max_draft_tokens": most_drafts(args),
         "mean_accepted": round(mean, 2),
-        "out_tok_s": round(speed, 1),
-        "plain_tok_s": round(plain_speed, 1),
-        "ratio": round(speed / plain_speed, 3),
-        "steady_tok_s": round(steady, 1),
-        "plain_steady_tok_s": round(plain_steady, 1),
-        "steady_ratio": round(steady / plain_steady, 3),
+        "out_tok_s": round(speed.whole, 1),
+        "plain_tok_s": round(plain.whole, 1),
+        "ratio": round(speed.whole / plain.whole, 3),
+        "steady_tok_s": round(speed.steady, 1),
+        "plain_steady_tok_s": round(plain.steady, 1),
+        "steady_ratio": round(speed.steady / plain.steady, 3),
+        "processor_ratio": round(speed.by_processor / plain.by_processor, 3),
         "outputs_that_differ": None if is_synthetic(args) else differ,
         "deterministic": args.deterministic,
     }
+    if prompt is not None:
+        line["prompt"] = prompt
     if args.tree:
         line["tree"] = args.tree
     if args.head:
@@ -403,6 +447,7 @@ def arguments() -> argparse.Namespace:
     add("--input-len", type=int, default=128, metavar="N")
     add("--output-len", type=int, default=256, metavar="N")
     add("--prompt-ids", default="", metavar="FILE", help="JSON list of ids: the prompt")
+    add("--prompts", default="", metavar="FILE", help="a prompt a line, each measured alone")
     add("--question", default="", metavar="TEXT", help="the prompt, in the chat template")
     add("--runs", type=int, default=3, metavar="N", help="the median is reported")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -416,7 +461,9 @@ def arguments() -> argparse.Namespace:
         parser.error("heads of random weights are EAGLE heads for --shape; others need --head")
     if args.tree and args.drafter not in HEADS:
         parser.error("--tree is drafted by heads alone")
-    if args.question:
+    if args.prompts:
+        args.input_len = max(map(len, text_ids(args)))
+    elif args.question:
         args.input_len = len(question_ids(args))
     elif args.prompt_ids:
         args.input_len = len(json.loads(Path(args.prompt_ids).read_text(encoding="utf-8")))

@@ -43,6 +43,12 @@ class EagleHead(nn.Module):
         self.norm = nn.RMSNorm(width, eps=target.rms_norm_eps)
         self.lm_head = nn.Linear(width, len(ids), bias=False)
 
+    def begin_as(self, norm: Tensor, lm_head: Tensor) -> None:
+        """Take the target's last norm [D] and the rows of its output matrix [ids, D]."""
+        with torch.no_grad():
+            self.norm.weight.copy_(norm)
+            self.lm_head.weight.copy_(lm_head[self.ids])
+
     def forward(self, embeddings: list[Tensor], states: Tensor) -> list[Tensor]:
         """Logits [R, L, V] of each step of a chain that begins at every place.
 

@@ -2,7 +2,8 @@
 
 A head drafts what the target would write, so that it learns more from the target's own outputs
 than from other texts. A target with a chat template answers questions about words and sentences
-of the text; one output in four, or each one of other targets, continues a passage.
+of the text in one half of the rows. The other half, or all rows of other targets, continues
+passages.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections import defaultdict
-from collections.abc import Iterator
 
 import torch
 from target import Target
 from torch import Tensor
+from writer import Writer
 
 # Shapes: M rows, L ids of a row.
 
@@ -30,103 +30,74 @@ ABOUT_SENTENCES = (
     "Continue this story: {}", "Explain what this means: {}", "Summarize this passage: {}",
     "Write this in simple words: {}",
 )  # fmt: skip
-PASSAGE_IDS = 32
-"""Ids of a passage that is continued."""
+PASSAGE_IDS = 8, 64
+"""Least and most ids of a passage that is continued."""
 
-_PASSAGE_CHARS = 400
-_SENTENCE_IDS = 20
-_SPARE = 3
-"""Questions that are drawn for each one that is taken: those of frequent lengths are."""
-
-_PARTS = 8
-"""One part of so many may have beginnings of the same length."""
+_PASSAGE_CHARS = 600
+_SENTENCE_CHARS = 60, 240
 
 
 def own_rows(
     target: Target, text: str, num_rows: int, length: int, batch: int, seconds: float
 ) -> tuple[Tensor, Tensor]:
     """Rows of ids [M, L], and the number of ids of each row up to its end id [M]. Fewer rows
-    if no further batch may begin after ``seconds``.
-
-    Rows of a batch have beginnings of the same length, so that no row has padding in front.
-    """
+    if no further batch may begin after ``seconds``."""
     began = time.monotonic()
-    rows, lengths = [], []
-    for beginnings in _batches(target, text, num_rows, length, batch):
-        ids, counts = _continued(target, beginnings, length)
+    rng = random.Random(1234)
+    words = sorted(set(re.findall(r"\b[a-z]{4,}\b", text)))
+    writer = Writer(target, batch, length)
+    rows, lengths, num_left = [], [], num_rows
+    while num_left and time.monotonic() - began < seconds:
+        count = min(batch, num_left)
+        num_left -= count
+        beginnings = _passages(target, text, count, length // 2, rng)
+        if target.tokenizer.chat_template:
+            questions = _questions(text, words, count // 2, rng)
+            beginnings[: count // 2] = _chat_ids(target, questions)
+        # A row has room for an output: a longer question would lack its end.
+        beginnings = [ids for ids in beginnings if 0 < len(ids) <= length // 2]
+        ids, counts = writer.write(beginnings)
         rows.append(ids)
         lengths.append(counts)
-        if time.monotonic() - began > seconds:
-            break
     found = torch.cat(rows), torch.cat(lengths)
     took = time.monotonic() - began
     print(f"{len(found[0])} own texts, {int(found[1].sum())} ids, {took:.0f} s", flush=True)
     return found
 
 
-def _batches(
-    target: Target, text: str, num_rows: int, length: int, batch: int
-) -> Iterator[list[list[int]]]:
-    rng = random.Random(1234)
-    by_length: dict[int, list[list[int]]] = defaultdict(list)
-    num_passages = num_rows // 4 if target.tokenizer.chat_template else num_rows
-    for question in _questions(target, text, _SPARE * (num_rows - num_passages), rng):
-        turns = [{"role": "user", "content": question}]
-        ids = target.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_dict=False
-        )
-        if len(ids) < length // 2:
-            by_length[len(ids)].append(ids)
-    most = -(-num_rows // _PARTS)
-    groups = [_passages(target, text, num_passages, PASSAGE_IDS, rng)]
-    groups += sorted((g[:most] for g in by_length.values()), key=len, reverse=True)
-    for group in groups:
-        taken = group[:num_rows]
-        num_rows -= len(taken)
-        for start in range(0, len(taken), batch):
-            yield taken[start : start + batch]
+def _chat_ids(target: Target, questions: list[str]) -> list[list[int]]:
+    """The ids of questions as the chat template writes them."""
+    turns = [[{"role": "user", "content": each}] for each in questions]
+    prompts = target.tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=False
+    )
+    encoded: list[list[int]] = target.tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    return encoded
 
 
 def _passages(
-    target: Target, text: str, count: int, length: int, rng: random.Random
+    target: Target, text: str, count: int, most: int, rng: random.Random
 ) -> list[list[int]]:
-    """Passages of ``length`` ids from any places of the text."""
-    found: list[list[int]] = []
-    while len(found) < count:
-        start = rng.randrange(len(text) - _PASSAGE_CHARS)
-        passage = text[start : start + _PASSAGE_CHARS].partition(" ")[2]
-        ids = target.tokenizer(passage, add_special_tokens=False)["input_ids"]
-        if len(ids) >= length:
-            found.append(ids[:length])
-    return found
+    """Passages from any places of the text, of ``most`` ids at most."""
+    passages = [_passage(text, _PASSAGE_CHARS, rng) for _ in range(count)]
+    encoded = target.tokenizer(passages, add_special_tokens=False)
+    return [ids[: min(most, rng.randint(*PASSAGE_IDS))] for ids in encoded["input_ids"]]
 
 
-def _questions(target: Target, text: str, count: int, rng: random.Random) -> Iterator[str]:
-    words = sorted(set(re.findall(r"\b[a-z]{4,}\b", text)))
-    sentences = _passages(target, text, count // 3, _SENTENCE_IDS, rng)
-    for ids in sentences:
-        yield rng.choice(ABOUT_SENTENCES).format(target.tokenizer.decode(ids).strip())
-    for _ in range(count - len(sentences)):
+def _passage(text: str, num_chars: int, rng: random.Random) -> str:
+    """Whole words from any place of the text."""
+    start = rng.randrange(len(text) - num_chars)
+    return text[start : start + num_chars].partition(" ")[2].rpartition(" ")[0]
+
+
+def _questions(text: str, words: list[str], count: int, rng: random.Random) -> list[str]:
+    """Questions about sentences of the text, and twice as many about its words."""
+    found = []
+    for number in range(count):
+        if number % 3 == 0:
+            passage = _passage(text, rng.randint(*_SENTENCE_CHARS), rng)
+            found.append(rng.choice(ABOUT_SENTENCES).format(passage))
+            continue
         template = rng.choice(ABOUT_WORDS)
-        yield template.format(*rng.sample(words, template.count("{}")))
-
-
-@torch.no_grad()
-def _continued(
-    target: Target, beginnings: list[list[int]], length: int
-) -> tuple[Tensor, Tensor]:
-    """The rows with the target's greedy outputs, and their lengths."""
-    ids = torch.tensor(beginnings, device=target.device)
-    count, start = ids.shape
-    found = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False,
-        max_new_tokens=length - start, eos_token_id=target.end_ids or None,
-        pad_token_id=(target.end_ids or [0])[0],
-    )  # fmt: skip
-    rows = torch.zeros((count, length), dtype=torch.int64)
-    rows[:, : found.shape[1]] = found.cpu()
-    ends = torch.isin(rows[:, start:], torch.tensor(target.end_ids))
-    ends = torch.cat((ends, torch.ones(count, 1, dtype=torch.bool)), dim=1)
-    # The end id itself is drafted too.
-    lengths = (start + ends.int().argmax(1) + 1).clamp(max=min(length, found.shape[1]))
-    return rows, lengths
+        found.append(template.format(*rng.sample(words, template.count("{}"))))
+    return found

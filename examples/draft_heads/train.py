@@ -110,7 +110,8 @@ def loss_of(
     ids, counting = batch
     found, logits = chain_logits(head, target, ids, num_steps)
     # Chances outside of the head's vocabulary are left out, not shared out.
-    chances = logits.float().softmax(-1)[..., head.ids]
+    sums = logits.float().logsumexp(-1, keepdim=True)
+    chances = (logits[..., head.ids].float() - sums).exp()
     total = torch.zeros((), device=ids.device)
     for step, own in enumerate(found):
         places = slice(step + 1, step + 1 + own.shape[1])
@@ -206,12 +207,13 @@ def main() -> None:
         found = text_rows(target, text, args.length)
     rows = Rows(*found, args.rows, device)
     ids = rows.most_frequent(target.config.vocab_size, args.draft_vocab)
+    weight = target.model.get_output_embeddings().weight
     if "eagle" in args.heads:
         eagle = EagleHead(target.config, target.taps, ids).to(device)
+        eagle.begin_as(target.model.model.norm.weight, weight)
         train(eagle, target, rows, args.chain, args)
         eagle.save(args.output / "eagle")
     if "medusa" in args.heads:
-        weight = target.model.get_output_embeddings().weight
         sizes = args.num_medusa_heads, args.medusa_layers
         medusa = MedusaHeads(target.config, weight, sizes, ids).to(device)
         train(medusa, target, rows, args.num_medusa_heads, args)
