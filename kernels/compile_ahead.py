@@ -38,7 +38,7 @@ def compile_ahead(
     choices: TunedChoices | None = None,
     *,
     has_drafts: bool = False,
-    num_experts: int = 0,
+    has_trees: bool = False,
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
@@ -47,11 +47,8 @@ def compile_ahead(
     longest. With ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA
     adapters. With ``kv_dtype`` also attention of decodes over a quantized cache. ``choices``
     name the measured products; those that the package ships by default. With ``has_drafts``
-    also attention in which a token and its drafts read their keys together.
-        for cut in derived_shapes() if sizes.experts else ():
-            limit = expert_limit(sizes.experts)
-            jobs.append(partial(compile_grouped, cut, dtype, "gated", limit))
-            jobs.append(partial(compile_grouped, cut, dtype, "plain", limit))
+    also attention in which a token and its drafts read their keys together; with ``has_trees``
+    such steps' attention has masks.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -62,8 +59,9 @@ def compile_ahead(
     if can_multiply(device, dtype):
         for cache_dtype in {dtype: None, kv_dtype or dtype: None}:
             jobs.append(partial(cuda_decode.compile_decode, cache_dtype))
-            if has_drafts:
-                jobs.append(partial(cuda_decode.compile_decode, cache_dtype, shares=True))
+            for shares in (False, True) if has_trees else (True,) if has_drafts else ():
+                own = partial(cuda_decode.compile_decode, cache_dtype, shares=shares)
+                jobs.append(partial(own, has_trees=has_trees))
         for head_size in cuda_attention.HEAD_SIZES:
             jobs.append(partial(cuda_attention.compile_prefill, dtype, head_size))
     # The dtype of the model's logits, and of the copies that penalties edit.

@@ -88,9 +88,8 @@ class TritonDecodes:
 class HopperDecodes:
     """Our CUDA C++ kernels, and Triton kernels for unsupported shapes.
 
-    The layer's shape and spec, and whether the engine verifies trees of drafts, determine which
-    kernel serves it, never the batch. Times on
-    an H200 in microseconds a layer, 8B shape (32 heads of 128 that share 8, bf16), in a CUDA
+    The layer's shape and spec determine which kernel serves it, never the batch. Times on an
+    H200 in microseconds a layer, 8B shape (32 heads of 128 that share 8, bf16), in a CUDA
     graph, CUDA C++ and Triton: 1 sequence of 256 tokens 4.3 and 7.2, 64 of them 18 and 23, 256
     of them 64 and 74, 256 of 1,024 247 and 263, 768 of 1,500 1,063 and 1,079, one of 20,000 27
     and 41, the same beside 255 of 128 57 and 65. 256 of 150 take 41; their bytes take 37 at 4.3
@@ -115,8 +114,6 @@ class HopperDecodes:
     ) -> None:
         """Attend, into the sequences' rows of ``output``."""
         refusal = cuda_decode.refusal(query_SNH, kv_cache, spec)
-        if metadata.tree_masks is not None:
-            refusal = "trees of drafts"
         if refusal is None:
             cuda_decode.decode(
                 query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed,

@@ -59,6 +59,7 @@ class _Arguments(ctypes.Structure):
         ("first_page", ctypes.c_longlong), ("num_pages", ctypes.c_int),
         ("partition_mask", ctypes.c_uint), ("processor_partitions", ctypes.c_uint * 8),
         ("shares", ctypes.c_void_p), ("quantization", Quantization),
+        ("tree_masks", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -140,7 +141,6 @@ def decode(
     """
     num_heads, head_size = query_SNH.shape[1:]
     num_kv_heads = kv_cache.shape[3]
-    device = query_SNH.device
     output_SNH = output if isinstance(output, Tensor) else output.values
     shares = shares_reads and metadata.shares_rows and cos_sin_PH is None
     plan, reads_ahead = _plan_of(
@@ -160,14 +160,15 @@ def decode(
     )  # fmt: skip
     if isinstance(output, QuantizedHeads):
         arguments.quantization = output.quantization
-    if plan.shares is not None:
-        arguments.shares = plan.shares.data_ptr()
+    for name, tensor in (("shares", plan.shares), ("tree_masks", metadata.tree_masks)):
+        setattr(arguments, name, None if tensor is None else tensor.data_ptr())
     if (partitions := partitions_of_heads(kv_cache)) is not None:
         _read_by_partitions(arguments, plan, partitions)
     kernel = _kernel(
-        device, query_SNH.dtype, head_size, kv_cache.dtype, shares=plan.shares is not None
+        query_SNH.device, query_SNH.dtype, head_size, kv_cache.dtype,
+        shares=plan.shares is not None, has_trees=metadata.tree_masks is not None,
     )  # fmt: skip
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.current_stream(query_SNH.device).cuda_stream
     kernel.launch(
         plan.num_programs * num_kv_heads, stream, *_cache_maps(kv_cache), arguments
     )  # fmt: skip
@@ -229,17 +230,23 @@ def load(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @lru_cache
-def compile_decode(cache_dtype: torch.dtype, *, shares: bool = False) -> bytes:
+def compile_decode(
+    cache_dtype: torch.dtype, *, shares: bool = False, has_trees: bool = False
+) -> bytes:
     """The kernels over caches of one of `DTYPES`, FP8 or INT8; those of steps with drafts if
-    queries may share reads."""
+    queries may share reads, and those with masks if drafts are trees."""
     columns = _COLUMNS if shares else _MAX_GROUP
-    defines = (f"DECODE_STORED={_STORED.get(cache_dtype, 0)}", f"DECODE_COLUMNS={columns}")
+    stored = _STORED.get(cache_dtype, 0)
+    defines = (
+        f"DECODE_STORED={stored}", f"DECODE_COLUMNS={columns}",
+        f"DECODE_TREES={int(has_trees)}",
+    )  # fmt: skip
     return load_cubin(_SOURCE, "sm_90a", defines)
 
 
 @lru_cache
-def _module(cache_dtype: torch.dtype, *, shares: bool) -> CudaModule:
-    return CudaModule(compile_decode(cache_dtype, shares=shares))
+def _module(cache_dtype: torch.dtype, *, shares: bool, has_trees: bool) -> CudaModule:
+    return CudaModule(compile_decode(cache_dtype, shares=shares, has_trees=has_trees))
 
 
 @lru_cache
@@ -250,13 +257,14 @@ def _kernel(
     cache_dtype: torch.dtype,
     *,
     shares: bool,
+    has_trees: bool = False,
 ) -> CudaKernel:
     name = f"decode_{str(dtype).removeprefix('torch.')}_{head_size}"
     if cache_dtype in _STORED:
         sizes = _SHARED_BYTES_OF_MANY_BYTES if shares else _SHARED_BYTES_OF_BYTES
     else:
         sizes = _SHARED_BYTES_OF_MANY if shares else _SHARED_BYTES
-    return _module(cache_dtype, shares=shares).kernel(
+    return _module(cache_dtype, shares=shares, has_trees=has_trees).kernel(
         name, device, num_threads=_THREADS, shared_bytes=sizes[head_size], overlaps=True
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from tests.gpu.test_cuda_decode_bytes import ByteStep
 from trimaran.kernels.attention import AttentionMetadata
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.kv_quantization import KV_DTYPES
+from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, GrownTree
 
 pytestmark = pytest.mark.gpu
 
@@ -30,6 +31,8 @@ class Drafted:
 
     counts: list[int]
     shares_reads = True
+    trees = None
+    """The tree of each sequence's drafts; None: chains, without masks."""
 
     def order(self):
         """The sequence and the length of each row."""
@@ -54,7 +57,18 @@ class Drafted:
             num_decodes=len(lens),
             rows=rows,
             shares_rows=True,
+            tree_masks=self.masks(),
         )
+
+    def masks(self):
+        """The mask of each row, in the rows' order."""
+        if self.trees is None:
+            return None
+        words = [-1] * len(self.counts)
+        for number, length in self.order()[len(self.counts) :]:
+            place = length - 1 - (self.lengths[number] - self.counts[number])
+            words.append(self.trees[number].masks[place])
+        return torch.tensor(words, dtype=torch.int64, device=DEVICE)
 
 
 class DraftedStep(Drafted, Step):
@@ -146,3 +160,59 @@ def test_a_graph_serves_other_drafts_than_it_was_captured_with(dtype):
     for _ in range(3):
         graph.replay()
     assert output.equal(wanted)
+
+
+def random_trees(counts, seed=1):
+    """Trees of so many nodes; the last one of all nodes of `MC_SIM_7B_63`."""
+    draw = random.Random(seed)
+    grown = [GrownTree([draw.randint(-1, n - 1) for n in range(count)]) for count in counts]
+    return [*grown[:-1], DraftTree(MC_SIM_7B_63)]
+
+
+TREES = {
+    "short": ([1, 15, 31, 62, 63, 64, 255, 300, 511], [3, 16, 1, 9, 63, 0, 31, 7, 63]),
+    "long": ([700, 4094, 4500], [4, 5, 63]),
+}
+"""Lengths and numbers of nodes. The torch twin pads all rows to the longest one."""
+
+
+@pytest.mark.parametrize("kind", ["", *KV_DTYPES])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_drafts_in_trees_attend_as_in_the_torch_twin(dtype, heads, kv_heads, size, kind):
+    for block, name in ((8, "short"), (32, "long"), (64, "short")):
+        shape = {"heads": heads, "kv_heads": kv_heads, "size": size, "block": block}
+        step = drafted(dtype, *TREES[name], kind, **shape)
+        step.trees = random_trees(step.counts)
+        for step.shares_reads in (True, False):
+            step.check(step.run())
+            step.check(step.run(is_fixed=True))
+
+
+@pytest.mark.parametrize("kind", ["", *KV_DTYPES])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_a_deterministic_result_in_a_tree_does_not_depend_on_other_nodes(
+    dtype, heads, kv_heads, size, kind
+):
+    shape = {"heads": heads, "kv_heads": kv_heads, "size": size}
+    lengths, counts = map(list.__add__, *TREES.values())
+    step = drafted(dtype, lengths, counts, kind, **shape)
+    step.trees = random_trees(counts)
+    together = step.run(is_fixed=True)
+    step.shares_reads = False
+    assert step.run(is_fixed=True).equal(together)
+    pairs = step.order()
+    few = drafted(dtype, lengths, [min(2, count) for count in counts], kind, **shape)
+    few.cache, few.tables, few.spec, few.trees = step.cache, step.tables, step.spec, step.trees
+    places = [pairs.index(pair) for pair in few.order()]
+    query = step.query[places]
+    assert few.run(query=query, is_fixed=True).equal(together[places])
+
+
+def test_masks_of_chains_change_no_result(dtype):
+    step = drafted(dtype, LENGTHS, COUNTS)
+    for step.shares_reads in (True, False):
+        step.trees = None
+        wanted = step.run(is_fixed=True)
+        step.trees = [GrownTree(range(-1, count - 1)) for count in COUNTS]
+        assert set(step.masks().tolist()) == {-1}
+        assert step.run(is_fixed=True).equal(wanted)

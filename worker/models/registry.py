@@ -162,6 +162,7 @@ def _compile_ahead(
     compile_ahead(
         device, dtype, sizes, _adapter_variants(config), kv_dtype, choices,
         has_drafts=config.scheduler.speculation.is_on,
+        has_trees=config.scheduler.speculation.has_trees,
     )  # fmt: skip
 
 

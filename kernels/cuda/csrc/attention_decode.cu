@@ -14,6 +14,10 @@
 // results at a split's end. The warp that finishes last combines the splits of a sequence, in
 // their order.
 //
+// With DECODE_TREES a mask says which of the last keys a query sees: drafts may form a tree, in
+// which a token follows some of the tokens before it. Masks are a variant of the kernels, so that
+// they cost chains nothing. A key that is hidden has no weight, as keys behind the last one.
+//
 // DECODE_STORED names the numbers of the cache: those of queries, FP8 or INT8. Bytes are
 // multiplied in float16, which holds both. Scales of keys are factors of the scores, scales of
 // values factors of the result.
@@ -65,7 +69,7 @@ struct Copier {
             to[0] = make_int4(tile.rows_and_flags, tile.sequence, tile.number, tile.count);
             to[1] = make_int4(tile.first_cut, tile.heads, static_cast<int>(tile.newest),
                               static_cast<int>(tile.newest >> 32));
-            if constexpr (S::SHARES)
+            if constexpr (S::HAS_SEEN)
                 to[2] = make_int4(tile.queries, tile.next, tile.partial, tile.seen);
             barrier_arrive_expect(ring.full(), bytes);
         }

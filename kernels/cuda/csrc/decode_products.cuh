@@ -47,7 +47,7 @@ struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
     using S = Shape<HEAD, STORED, COLUMNS>;
     using Sums = SplitSums<IS_BF16, HEAD, S>;
     using Sums::a, Sums::memory, Sums::warp, Sums::lane;
-    using Sums::columns_of, Sums::finish, Sums::store, Sums::token_of;
+    using Sums::columns_of, Sums::finish, Sums::mask_of, Sums::store, Sums::token_of;
     static constexpr int PRODUCTS = COLUMNS / 8;
     static constexpr int STEPS = HEAD / 16;
     static constexpr bool HAS_BYTES = STORED != AS_QUERIES;
@@ -64,6 +64,7 @@ struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
     float factor[PRODUCTS][2];  // of the scores of these columns, base 2; with bytes
     float top[PRODUCTS][2], total[PRODUCTS][2];  // the total of this lane's keys only
     int token[PRODUCTS][2];  // of these columns, of several
+    u64 mask[PRODUCTS][2];   // of these columns' queries, with TREES
 
     __device__ __forceinline__ char* beside(int row) const {
         const u32 place = S::SHARES ? turn : ring.slot;
@@ -157,7 +158,11 @@ struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
             for (int i = 0; i < 2; ++i) {
                 top[product][i] = MIN_TOP;
                 total[product][i] = 0;
-                token[product][i] = token_of(product * 8 + lane % 4 * 2 + i);
+                const int column = product * 8 + lane % 4 * 2 + i;
+                token[product][i] = token_of(column);
+                // Long before the first key that a mask may hide.
+                if constexpr (TREES)
+                    mask[product][i] = column < columns ? mask_of(tile, column) : ~0ull;
             }
         }
     }
@@ -319,12 +324,15 @@ struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
     }
 
     // Scores of keys that a column's query does not see, of `valid` keys. The first query sees
-    // `seen` of them, and each later one a key more.
+    // `seen` of them, and each later one a key more; with TREES those of their masks.
     __device__ __forceinline__ void hide(int product, float (&scores)[4], int valid, int seen) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int limit = S::SHARES ? min(valid, seen + token[product][i % 2]) : valid;
-            if (lane / 4 + i / 2 * 8 >= limit) scores[i] = minus_infinity();
+            const int key = lane / 4 + i / 2 * 8;
+            const int end = seen + (S::SHARES ? token[product][i % 2] : 0);
+            bool is_hidden = key >= (S::SHARES ? min(valid, end) : valid);
+            if constexpr (TREES) is_hidden |= is_masked(mask[product][i % 2], end - 1 - key);
+            if (is_hidden) scores[i] = minus_infinity();
         }
     }
 
@@ -357,7 +365,7 @@ struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
         score<LIVE>(scores, keys);
 #pragma unroll
         for (int p = 0; p < LIVE; ++p) {
-            if (seen < WARP_KEYS) hide(p, scores[p], valid, seen);
+            if (seen < WARP_KEYS + (TREES ? TREE_BITS : 0)) hide(p, scores[p], valid, seen);
             weigh(p, scores[p], weights[p]);
         }
         if (valid < WARP_KEYS) clear_values(keys + S::TILE_BYTES, valid);
@@ -442,15 +450,15 @@ struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
     }
 
     __device__ __forceinline__ void take_keys(const Tile& tile, int valid) {
+        const int seen = S::HAS_SEEN ? tile.seen - warp * WARP_KEYS : valid;
         if constexpr (S::SHARES) {
-            const int seen = tile.seen - warp * WARP_KEYS;
             if (columns_of(tile) > 8) {
                 take<PRODUCTS>(valid, seen);
             } else {
                 take<1>(valid, seen);
             }
         } else {
-            take<1>(valid, valid);
+            take<1>(valid, seen);
         }
     }
 
@@ -463,7 +471,7 @@ struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
             const Tile& stored = *reinterpret_cast<const Tile*>(place);
             Tile tile{words.x, words.y, words.z, words.w, stored.first_cut, stored.heads,
                       stored.newest};
-            if constexpr (S::SHARES) {
+            if constexpr (S::HAS_SEEN) {
                 const int4 shares = *reinterpret_cast<const int4*>(place + 32);
                 tile.queries = shares.x;
                 tile.next = shares.y;

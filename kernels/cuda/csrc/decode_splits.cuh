@@ -20,6 +20,8 @@ constexpr int STAGE_BYTES_OF_ALL = 98304, STAGE_BYTES_OF_BYTES = 81920;
 constexpr int STAGE_BYTES_OF_FEW = 65536;
 constexpr int LONG_TILES = 10;
 constexpr int PAGE_SHIFT = 21;  // stripes of a page that change the partition
+constexpr bool TREES = DECODE_TREES;
+constexpr int TREE_BITS = 64;  // keys that the mask of a query covers
 
 // Named barriers; 0 is the block's own.
 constexpr int IS_FREE = 1;   // what the warps exchange has been read
@@ -80,6 +82,8 @@ struct Arguments {
     const int4* shares;
     // With scales of its own, each query's head of 128 is a group of e4m3 in the output.
     Quantization quantization;
+    // [sequences]: `AttentionMetadata.tree_masks`; read with TREES.
+    const u64* tree_masks;
 };
 
 // The copying warp's descriptor of a tile in the ring.
@@ -90,7 +94,8 @@ struct alignas(16) Tile {
     int first_cut;  // with FINISHES: the other split of this block that may be cut
     int heads;  // key-value heads of the split, and of that other split above 16 bits
     long long newest;  // with HAS_NEWEST: the slot of the last row's key in the cache
-    // Fields of a split for several queries, and keys of the tile that the first query sees.
+    // Fields of a split for several queries, and keys of the tile, or behind the tile, that the
+    // first query may see.
     int queries, next, partial, seen;
 };
 
@@ -114,6 +119,7 @@ template <int HEAD, int STORED, int COLUMNS_>
 struct Shape {
     static constexpr int COLUMNS = COLUMNS_;
     static constexpr bool SHARES = COLUMNS > MAX_GROUP;
+    static constexpr bool HAS_SEEN = SHARES || TREES;  // tiles tell their keys that are seen
     static constexpr int SIZE = size_of(STORED);
     static constexpr int TOKEN_BYTES = HEAD * SIZE;
     static constexpr int TILE_BYTES = KEYS * TOKEN_BYTES;
@@ -238,6 +244,11 @@ __device__ __forceinline__ Place find_place(const Arguments& a) {
     number = __shfl_sync(~0u, number, 0);
     const int pairs = a.kv_heads / 2;
     return {partition, number % pairs * 2, number / pairs, blocks / a.kv_heads};
+}
+
+// Whether a mask hides the key this many places before the query's own.
+__device__ __forceinline__ bool is_masked(u64 mask, int places) {
+    return places < TREE_BITS && (mask >> (places & (TREE_BITS - 1)) & 1) == 0;
 }
 
 __device__ __forceinline__ int tiles_of(const Split& split) {

@@ -23,6 +23,12 @@ struct SplitSums {
         return S::SHARES ? column / a.group : 0;
     }
 
+    // The mask of a column's query, with TREES.
+    __device__ __forceinline__ u64 mask_of(const Tile& tile, int column) const {
+        const int own = S::SHARES ? sequence_of(tile, token_of(column)) : tile.sequence;
+        return __ldcg(a.tree_masks + own);
+    }
+
     // Four numbers of a head of a query, by all lanes of a warp.
     __device__ __forceinline__ void store(int sequence, int place, float4 value) const {
         if constexpr (HEAD == kGroup) {

@@ -29,9 +29,10 @@ VARIANTS = {
         for numbers in ("", "-DGEMM_GATED", "-DGEMM_FLOAT16")
     ],
     "attention_decode": [
-        f"-DDECODE_STORED={stored} -DDECODE_COLUMNS={columns}"
+        f"-DDECODE_STORED={stored} -DDECODE_COLUMNS={columns} -DDECODE_TREES={has_trees}"
         for stored in range(3)
         for columns in (8, 16)
+        for has_trees in (0, 1)
     ],
     "attention_prefill": [
         f"-DPREFILL_HEAD={size} -DPREFILL_BF16={is_bf16} {window}"
