@@ -156,6 +156,8 @@ def table_of_paths(
     assert words_N is not None, "the step has drafts in trees"
     if count < len(decision.rows):
         words_N = words_N.index_select(0, to_device(sampled.astype(np.int64), device))
+    # Behind the rows of a step in a CUDA graph lies padding.
+    words_N = words_N[:count]
     places = torch.arange(MAX_NODES, device=device)
     # A sampled row sees, from its own slot downwards, the slots whose bits are set.
     bits = words_N[:, None] >> places & 1

@@ -190,6 +190,8 @@ def test_the_ids_before_a_row_are_those_of_its_path(name):
         if not len(decision.tree_masks):
             continue
         inputs = batch.prepare(decision)
+        # A step in a CUDA graph has padding.
+        inputs.tree_masks = torch.nn.functional.pad(inputs.tree_masks, (0, 3), value=-1)
         hidden = decision.hidden_rows
         lengths = decision.num_computed_tokens + 1 - hidden
         state = SamplingRows(NUM_ROWS, 100, CPU)
