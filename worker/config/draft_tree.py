@@ -86,7 +86,10 @@ class DraftTree:
 
     def children(self, node: int, count: int) -> tuple[int, ...]:
         """The children of a node, -1 for the root, among the first ``count`` nodes."""
-        return tuple(each for each in self._children.get(node, ()) if each < count)
+        children = self._children.get(node, ())
+        if children and children[-1] >= count:
+            return tuple(each for each in children if each < count)
+        return children
 
     def first_child(self, node: int, count: int) -> int | None:
         """The first child of a node among the first ``count`` nodes; None without children."""
@@ -111,6 +114,14 @@ class DraftTree:
     def text(self) -> str:
         """The tree in the form that `read_choices` reads."""
         return ", ".join("{" + ", ".join(map(str, path)) + "}" for path in self.choices)
+
+    @cached_property
+    def chain_length(self) -> int:
+        """So many first nodes are the likeliest chain, each behind the node before."""
+        count = 0
+        while count < len(self.choices) and self.choices[count] == (0,) * (count + 1):
+            count += 1
+        return count
 
     def first(self, count: int) -> DraftTree:
         """The tree of the first ``count`` nodes."""
@@ -137,6 +148,14 @@ class Growth(NamedTuple):
     def num_slots(self) -> int:
         """Most slots behind the known ids that a network's cache takes while a tree grows."""
         return 0 if self.is_of_beams else self.width * (self.depth - 1) + 1
+
+    def first(self, count: int) -> Growth:
+        """The limits within which the likeliest ``count`` nodes are found, which are those of
+        the whole tree: no further nodes of a depth are among them."""
+        if count >= self.num_nodes:
+            return self
+        width, depth = min(self.width, count), min(self.depth, count)
+        return self._replace(width=width, depth=depth, num_nodes=count)
 
     @property
     def num_candidates(self) -> int:

@@ -32,6 +32,10 @@ an 8B model take 5.7 ms for 256 rows and 9.2 ms for 384: with more rows than the
 are worth their time."""
 
 
+_DRAFTED = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
+"""Numbers of drafts that a network makes of a sequence, beside the largest one."""
+
+
 class LookaheadSizes(NamedTuple):
     """The sizes of lookahead decoding, with the defaults of TensorRT-LLM's documents."""
 
@@ -163,6 +167,19 @@ class SpeculationConfig:
     def has_trees(self) -> bool:
         """Whether a network's drafts are trees."""
         return bool(self.tree or self.tree_width)
+
+    @property
+    def drafted_counts(self) -> list[int]:
+        """Numbers of drafts that a network makes of a sequence; the last is the largest. For
+        another number the next larger one is made, without the last drafts. For trees these
+        are first nodes."""
+        most, growth = self.max_draft_tokens, self.growth
+        least_whole = most
+        if growth is not None:
+            # More nodes take the passes of a whole tree, and a search all of its beams.
+            widest = 1 if growth.is_of_beams else max(growth.width, growth.depth)
+            least_whole = min(most, widest)
+        return [*(count for count in _DRAFTED if count < least_whole), most]
 
     @property
     def is_on(self) -> bool:

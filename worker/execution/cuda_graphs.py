@@ -40,15 +40,6 @@ def prompt_graph_sizes(max_num_tokens: int) -> list[int]:
     return [*sizes, max_num_tokens] if max_num_tokens else []
 
 
-def draft_counts(max_drafts: int) -> list[int]:
-    """Numbers of drafts of a sequence that are captured; the last is ``max_drafts``.
-
-    Other numbers run the next larger graph, whose last drafts are dropped.
-    """
-    counts = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
-    return [*(count for count in counts if count < max_drafts), max_drafts]
-
-
 class CudaGraphs:
     """The captured sizes of one kind of step: decodes, or any sequences.
 

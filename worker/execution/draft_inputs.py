@@ -221,7 +221,8 @@ class DraftInputs:
     def store_words(self, words_nk: Tensor, places: DraftPlaces) -> None:
         """Write the masks of grown trees' nodes to the table by row, where the next step finds
         them."""
-        self._inputs.tree_words[places.rows.long()] = words_nk
+        words_Rk = self._inputs.tree_words[:, : words_nk.shape[1]]
+        words_Rk[places.rows.long()] = words_nk
 
     def store(self, drafts_nK: Tensor, places: DraftPlaces) -> None:
         """Write drafts to the token table, behind the ids that were sampled, where the next

@@ -13,7 +13,7 @@ from torch import Tensor
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.config.engine_config import SchedulerConfig
-from trimaran.worker.execution.cuda_graphs import CudaGraphs, draft_counts
+from trimaran.worker.execution.cuda_graphs import CudaGraphs
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_inputs import DraftInputs, DraftPlaces
 from trimaran.worker.execution.grown_trees import GrownTrees, beam_nodes, tree_words
@@ -89,18 +89,12 @@ class DraftRunner:
             self._last_RE = torch.zeros(
                 (rows, target.config.hidden_size), dtype=target.dtype, device=inputs.device
             )
-        self._tree = limits.speculation.draft_tree
-        self._tree_drafts: TreeDrafts | GrownTrees | None = None
-        self._ranks: tuple[list[int], Tensor] | None = None
-        make, device = self._level_context, inputs.device
-        if self._growth is not None and self._chain is not None:
-            assert isinstance(self._chain, RankedNetwork), "checked while loading"
-            self._tree_drafts = GrownTrees(self._growth, self._chain, make, device)
-        elif self._tree is not None and self._chain is not None:
-            assert isinstance(self._chain, RankedNetwork), "checked while loading"
-            self._tree_drafts = TreeDrafts(self._tree, self._chain, make, device)
-        elif self._tree is not None:
-            self._ranks = rank_places(self._tree, inputs.device)
+        self._counts = limits.speculation.drafted_counts
+        self._trees: dict[int, TreeDrafts | GrownTrees] = {}
+        """Draft so many first nodes of trees, if the network has a cache."""
+        self._ranks: dict[int, tuple[list[int], Tensor]] = {}
+        """See `rank_places`, for other networks."""
+        self._use_forms(limits)
         self._passes: CudaGraphs | None = None
         self._drafts: dict[int, CudaGraphs] = {}
 
@@ -108,10 +102,24 @@ class DraftRunner:
         """Begin drafts behind the paths that ``trees`` finds."""
         self._begin.outcomes = trees.outcomes
 
-    @property
-    def _is_tree(self) -> bool:
-        """Whether drafts are trees, which are drafted whole."""
-        return self._tree is not None or self._growth is not None
+    def _use_forms(self, limits: SchedulerConfig) -> None:
+        """Make what drafts each number of nodes. First nodes in a row are drafted as a
+        chain."""
+        tree, growth, device = limits.speculation.draft_tree, self._growth, self._inputs.device
+        make = self._level_context
+        for count in self._counts:
+            if growth is not None and self._chain is not None:
+                assert isinstance(self._chain, RankedNetwork), "checked while loading"
+                grown = GrownTrees(growth.first(count), self._chain, make, device)
+                self._trees[count] = grown
+            elif tree is None or count <= tree.chain_length:
+                continue
+            elif self._chain is None:
+                self._ranks[count] = rank_places(tree.first(count), device)
+            else:
+                assert isinstance(self._chain, RankedNetwork), "checked while loading"
+                drafts = TreeDrafts(tree.first(count), self._chain, make, device)
+                self._trees[count] = drafts
 
     @property
     def needs_states(self) -> bool:
@@ -137,8 +145,7 @@ class DraftRunner:
         sequences = [size for size in sizes if size < most]
         if max(sizes) >= most:
             sequences.append(most)
-        most = self.max_drafts
-        for count in [most] if self._is_tree else draft_counts(most):
+        for count in self._counts:
             kind = f"sequences, {count} drafts each"
             launch = partial(self._launch_drafts, count=count)
             self._drafts[count] = CudaGraphs(kind, sequences, launch, pool)
@@ -268,34 +275,30 @@ class DraftRunner:
         if self._heads is not None:
             self._begin.keep(wanted_NE)
         count = int(wanted[:, 4].max())
-        graphs = self._graphs_of(count) if count else None
+        made = min(each for each in self._counts if each >= count)
+        graphs = self._drafts.get(made) if count else None
         size = 0 if graphs is None else graphs.pick(len(wanted))
         self._begin.send(decision, inputs, token_ids_N, size or len(wanted))
         if not count:
             self._begin.places(len(wanted))
             return None
         if graphs is None or not size:
-            drafted = self._launch_drafts(len(wanted), count)
+            drafted = self._launch_drafts(len(wanted), made)
         else:
             drafted = graphs.replay(size)[: len(wanted)]
         return drafted[..., :count].flatten(1)
-
-    def _graphs_of(self, count: int) -> CudaGraphs | None:
-        """The graphs of the least captured number of drafts that is enough."""
-        counts = [each for each in self._drafts if each >= count]
-        return self._drafts[min(counts)] if counts else None
 
     def _launch_drafts(self, size: int, count: int) -> Tensor:
         """Launch ``count`` drafts of each of the first ``size`` sequences in fixed memory."""
         places = self._begin.places(size)
         if self._growth is not None:
-            grown_n2k = self._draft_tree(places)
+            grown_n2k = self._draft_tree(places, count)
             words_nk = tree_words(grown_n2k[:, 1], self._growth.depth)
             self._begin.store_words(words_nk, places)
             self._begin.store(grown_n2k[:, 0], places)
             return grown_n2k
-        if self._tree is not None:
-            drafts_nk = self._draft_tree(places)
+        if count in self._trees or count in self._ranks:
+            drafts_nk = self._draft_tree(places, count)
         elif self._heads is not None:
             states_ND = self._begin.states.index_select(0, places.sampled)
             next_ids = places.next_ids.clamp(0, self._last_id)
@@ -306,22 +309,21 @@ class DraftRunner:
         self._begin.store(drafts_nk, places)
         return drafts_nk
 
-    def _draft_tree(self, places: DraftPlaces) -> Tensor:
-        """The ids of all nodes of the tree; for grown trees also the parents."""
+    def _draft_tree(self, places: DraftPlaces, count: int) -> Tensor:
+        """The ids of the first ``count`` nodes; for grown trees also the parents."""
         ids_n = places.next_ids.clamp(0, self._last_id)
         states_nD: Tensor | None = None
         if self._begin.states.shape[1]:
             states_nD = self._begin.states.index_select(0, places.sampled)
-        if self._tree_drafts is not None:
-            return self._tree_drafts.draft(states_nD, places, ids_n)
+        if count in self._trees:
+            return self._trees[count].draft(states_nD, places, ids_n)
         if self._growth is not None:
             assert isinstance(self._heads, BeamHeads) and states_nD is not None
             width, depth, num_nodes, _ = self._growth
             beams = self._heads.propose_beams(states_nD, ids_n, width, depth)
             return torch.stack(beam_nodes(*beams, num_nodes), dim=1)
-        assert isinstance(self._heads, RankedHeads) and self._ranks is not None
-        assert states_nD is not None
-        widths, index_k = self._ranks
+        assert isinstance(self._heads, RankedHeads) and states_nD is not None
+        widths, index_k = self._ranks[count]
         return self._heads.propose_ranks(states_nD, widths).index_select(1, index_k)
 
     def _level_context(self, level: LevelPlaces) -> ForwardContext:

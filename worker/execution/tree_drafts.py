@@ -61,9 +61,12 @@ class _Level:
     own: Tensor
     """int64 [m]: the place of each node among the children of the level above."""
 
+    is_chain: bool
+    """Whether the level has one node, which follows all nodes before."""
+
 
 class TreeDrafts:
-    """Drafts all nodes of a tree, of which each level takes one pass of the network.
+    """Drafts the nodes of a tree, of which each level takes one pass of the network.
 
     A node's entry in the network's cache has a slot of its own, as its row has in the target's
     cache when the tree is verified. The next step's pass overwrites these entries.
@@ -101,8 +104,11 @@ class TreeDrafts:
                 states_nD = network.forward(
                     ids.to(torch.int32), states, at.positions, self._context(at)
                 )
-            likely = network.likely_ids(states_nD, level.width).view(count, -1)
-            drafted.append(likely.index_select(1, level.children))
+            if level.width == 1:
+                likely = network.draft_ids(states_nD)
+            else:
+                likely = network.likely_ids(states_nD, level.width)
+            drafted.append(likely.view(count, -1).index_select(1, level.children))
         return torch.cat(drafted, dim=1).index_select(1, self._order)
 
     def _level_places(
@@ -117,7 +123,7 @@ class TreeDrafts:
             positions=flat(positions[:, None].expand(size)),
             slots=flat(places.slots.index_select(0, nodes).T),
             lengths=flat(places.lengths.index_select(0, nodes).T),
-            masks=flat(level.masks.expand(size)),
+            masks=None if level.is_chain else flat(level.masks.expand(size)),
         )
 
 
@@ -180,7 +186,7 @@ def _levels_of(tree: DraftTree, device: torch.device) -> list[_Level]:
         levels.append(
             _Level(
                 depth, to_tensor(nodes), to_tensor(masks), to_tensor(parents), width,
-                to_tensor(places), to_tensor(own),
+                to_tensor(places), to_tensor(own), masks == [-1],
             )
         )  # fmt: skip
         above, known = nodes, children

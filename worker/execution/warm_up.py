@@ -160,8 +160,7 @@ def load_step_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
         runner.run_alone(_step(rows, ones, ones))
         _run_all_kinds(runner, limits, rows)
         if limits.speculation.is_network:
-            for count in _counts(limits.max_num_seqs):
-                runner.run_alone(_step_with_drafts(limits, rows[:count]))
+            _run_drafts(runner, limits, rows)
         if runner.adapters is not None and runner.adapters.kernel_variants:
             first, *others = runner.adapters.kernel_variants
             with runner.adapters.unused_variant(first):
@@ -172,6 +171,14 @@ def load_step_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
                     _run_kinds(runner, limits, rows, [min(2, len(rows))])
     for new in rows:
         runner.end.leave(new.row)
+
+
+def _run_drafts(runner: ModelRunner, limits: SchedulerConfig, rows: list[NewRow]) -> None:
+    """Run drafts of all numbers of sequences, for trees of all numbers of first nodes."""
+    drafted = limits.speculation.drafted_counts
+    for asked in drafted if limits.speculation.has_trees else drafted[-1:]:
+        for count in _counts(limits.max_num_seqs):
+            runner.run_alone(_step_with_drafts(limits, rows[:count], asked))
 
 
 def _counts(most: int) -> list[int]:
@@ -250,9 +257,11 @@ def _most_prompt_tokens(limits: SchedulerConfig) -> int:
     return min(limits.max_num_batched_tokens, limits.max_num_seqs * _longest_chunk(limits))
 
 
-def _step_with_drafts(limits: SchedulerConfig, rows: list[NewRow]) -> SchedulerOutput:
-    """Decodes after which a network drafts for each sequence, the first with a draft that the
-    step verifies, if it has room. No sequence has blocks for what is drafted."""
+def _step_with_drafts(
+    limits: SchedulerConfig, rows: list[NewRow], asked: int
+) -> SchedulerOutput:
+    """Decodes after which a network makes ``asked`` drafts for each sequence, the first with a
+    draft that the step verifies, if it has room. No sequence has blocks for what is drafted."""
     count = len(rows)
     is_verified = count < limits.max_num_rows and limits.max_seq_len >= _SHORTEST
     entries = [*rows, *rows[:1]] if is_verified else rows
@@ -260,7 +269,6 @@ def _step_with_drafts(limits: SchedulerConfig, rows: list[NewRow]) -> SchedulerO
     step = _step(entries, computed, int32s([1] * len(entries)), are_new=False)
     step.decode_ids = int32s([0] * is_verified)
     step.num_drafts = int(is_verified)
-    asked = limits.speculation.max_draft_tokens
     step.proposals = int32s([(row, 0, 0, 2, asked) for row in range(count)], 5)
     if is_verified:
         step.proposals[0, 1:3] = count, 1

@@ -97,7 +97,7 @@ class DraftRows:
         """Moves that earlier stages of a pipeline have not been told; None for one stage."""
         if has_stages and self._config.has_trees:
             self.path_moves = PathMoves(cache.block_size)
-        self._reach = DraftReach(self._config.max_draft_tokens)
+        self._reach = DraftReach(self._config.drafted_counts)
         """Tokens that a network drafts for each sequence."""
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
         """The acceptance of all sequences' drafts, and of drafts that requests brought."""
@@ -167,7 +167,7 @@ class DraftRows:
         """Let the network draft for the sequences that a step samples, behind the drafts that
         the step verifies, ``runs`` by index in ``sampled``, and the sampled id."""
         forking = plan.first_samples
-        reach = 0 if self._rest else self._reach.value
+        reach = 0 if self._rest else self._reach.value_of(plan.num_decodes)
         for place, sequence in enumerate(sampled):
             drafts = sequence.drafts or self._drafts_of(sequence)
             if not drafts or drafts.drafter.is_asked or sequence in forking:
@@ -222,9 +222,8 @@ class DraftRows:
         rates = [sequence.drafts.rate.value for _, sequence, _ in own]
         shape = None if self._ranks is None else self._ranks.shape
         counts = self._controller.choose(plan.num_decodes, rates, most, room, shape)
-        if any(counts) and shape is None:
-            # All nodes of a tree are drafted: steps verify the first of them.
-            self._reach.observe(counts)
+        if any(counts):
+            self._reach.observe(plan.num_decodes, counts)
         if self._controller.is_measuring:
             self._rest = _MEASURED
         elif any(counts) or not all(sequence.drafts.is_guess for _, sequence, _ in own):

@@ -79,12 +79,19 @@ class SequenceDrafts:
         """Learn from a path through the first nodes of a tree, which None ends if no child
         was right: the first child of each node on the path was accepted or not."""
         at: int | None
+        num_right = 0
         for at, following in pairwise([-1, *path]):
             assert at is not None
             first = tree.first_child(at, num_nodes)
-            if first is not None:
-                is_right = following == first
-                self._rate.observe(int(is_right), has_rejected=not is_right)
+            if first is None:
+                continue
+            if following == first:
+                num_right += 1
+            else:
+                self._rate.observe(num_right, has_rejected=True)
+                num_right = 0
+        if num_right:
+            self._rate.observe(num_right, has_rejected=False)
 
     def put_off(self, sequence: Sequence, ids: array[int], *, is_told: bool) -> None:
         """A step verifies none of these drafts; without ``is_told`` their ids will arrive."""

@@ -39,7 +39,11 @@ _LARGER_AT = 64
 
 _SPARE_STEPS, _FULL_STEPS = 8, 8
 """After so many steps in a row that verify fewer drafts than a network makes, the network makes
-one less a sequence; after so many that verify all, one more."""
+as many as the most of these; after so many that verify all, it makes more."""
+
+_MOST_FULL_STEPS = 64
+"""Each time that more are not verified, twice as many steps pass before the network makes more,
+up to this number."""
 
 _FEW = 3
 """A draft at some place counts as verified if one sequence in so many verifies it. On an H200 a
@@ -215,35 +219,87 @@ class DraftController:
 def _gains(
     rates: npt.NDArray[np.float64], places: npt.NDArray[np.int64], shape: TreeShape | None
 ) -> npt.NDArray[np.float64]:
-    """[places, candidates]: the tokens that a draft row at each place adds. They fall with the
-    place, so that the best rows of a candidate are its first ones."""
+    """[places, candidates]: the tokens that a draft row at each place adds. They do not rise
+    with the place, so that the best rows of a candidate are its first ones."""
     if shape is None:
         gains: npt.NDArray[np.float64] = rates**places
         return gains
     count = len(places)
     gains = rates ** shape.depths[:count, None] * shape.shares[:count, None]
-    # A node counts as much as the least node before: a step verifies the first nodes.
-    return np.minimum.accumulate(gains, axis=0)
+    # A node that adds less than nodes behind it counts as their mean: a step verifies the
+    # first nodes, and some of these may be the price of better ones.
+    starts = _falling_blocks(gains.mean(axis=1).tolist())
+    lengths = np.diff([*starts, count])
+    means = np.add.reduceat(gains, starts, axis=0) / lengths[:, None]
+    return np.minimum.accumulate(np.repeat(means, lengths, axis=0), axis=0)
+
+
+def _falling_blocks(gains: List[float]) -> list[int]:
+    """The starts of blocks whose means fall, each as short as possible (the pooling of adjacent
+    violators of isotonic regression)."""
+    blocks: list[tuple[int, float, int]] = []
+    for start, gain in enumerate(gains):
+        block = start, gain, 1
+        while blocks and blocks[-1][1] * block[2] < block[1] * blocks[-1][2]:
+            first, total, length = blocks.pop()
+            block = first, total + block[1], length + block[2]
+        blocks.append(block)
+    return [start for start, _, _ in blocks]
 
 
 class DraftReach:
     """How many tokens a network drafts for each sequence: as many as steps verify, except in
-    few sequences."""
+    few sequences.
 
-    def __init__(self, most: int) -> None:
-        """At first, and at most, a network drafts ``most`` tokens."""
-        self.value = most
-        self._most = most
-        self._num_spare = self._num_full = 0
+    Batches of similar numbers of sequences have a number of their own, which a change of the
+    batch's size does not have to find again.
+    """
 
-    def observe(self, counts: List[int]) -> None:
-        """A step verifies ``counts`` drafts of its sequences, one or more."""
-        used = sorted(counts, reverse=True)[(len(counts) - 1) // _FEW]
-        self._num_spare = self._num_spare + 1 if used < self.value else 0
-        self._num_full = self._num_full + 1 if used >= self.value else 0
+    def __init__(self, counts: List[int]) -> None:
+        """A network drafts one of these numbers of tokens, in order, at first the last one."""
+        self._counts = counts
+        self._sizes: dict[int, _SizeReach] = {}
+
+    def value_of(self, num_sequences: int) -> int:
+        """The tokens of each of so many sequences."""
+        return self._counts[self._size_of(num_sequences).place]
+
+    def observe(self, num_sequences: int, verified: List[int]) -> None:
+        """A step of so many sequences verifies these numbers of drafts, one or more."""
+        used = sorted(verified, reverse=True)[(len(verified) - 1) // _FEW]
+        self._size_of(num_sequences).observe(used, self._counts)
+
+    def _size_of(self, num_sequences: int) -> _SizeReach:
+        size = num_sequences.bit_length()
+        if size not in self._sizes:
+            self._sizes[size] = _SizeReach(len(self._counts) - 1)
+        return self._sizes[size]
+
+
+class _SizeReach:
+    """The place of the drafted number among the possible ones, for batches of one size."""
+
+    __slots__ = ("_has_grown", "_most_used", "_num_full", "_num_spare", "_patience", "place")
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self._num_spare = self._num_full = self._most_used = 0
+        self._patience, self._has_grown = _FULL_STEPS, False
+
+    def observe(self, used: int, counts: List[int]) -> None:
+        """A step verifies ``used`` drafts."""
+        if used < counts[self.place]:
+            self._num_spare, self._num_full = self._num_spare + 1, 0
+            self._most_used = max(self._most_used, used)
+        else:
+            self._num_spare, self._num_full, self._most_used = 0, self._num_full + 1, 0
         if self._num_spare >= _SPARE_STEPS:
-            self.value = max(1, self.value - 1)
-            self._num_spare = 0
-        if self._num_full >= _FULL_STEPS:
-            self.value = min(self._most, self.value + 1)
-            self._num_full = 0
+            self.place = min(self.place, bisect_left(counts, self._most_used))
+            self._num_spare = self._most_used = 0
+            self._patience = min(2 * self._patience, _MOST_FULL_STEPS)
+            self._has_grown = False
+        elif self._num_full >= (_FULL_STEPS if self._has_grown else self._patience):
+            if self._has_grown:
+                self._patience = _FULL_STEPS
+            self.place = min(self.place + 1, len(counts) - 1)
+            self._num_full, self._has_grown = 0, True

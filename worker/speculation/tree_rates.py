@@ -39,13 +39,16 @@ class TreeRates:
 
     def observe(self, num_nodes: int, path: List[int]) -> None:
         """Take in the accepted path through the first ``num_nodes`` nodes."""
-        tree = self._tree
+        tree, rates, trials = self._tree, self._rates, self._trials
+        ranks = tree.ranks
         for at, following in zip((-1, *path), (*path, -1), strict=True):
             for child in tree.children(at, num_nodes):
-                rank = tree.ranks[child]
-                self._trials[rank] += 1
-                share = max(_SHARE, 1.0 / self._trials[rank])
-                self._rates[rank] += ((child == following) - self._rates[rank]) * share
+                rank = ranks[child]
+                trials[rank] += 1
+                share = 1.0 / trials[rank]
+                if share < _SHARE:
+                    share = _SHARE
+                rates[rank] += ((child == following) - rates[rank]) * share
         self._shape = None
 
     @property

@@ -220,32 +220,61 @@ def test_measured_times_outlast_steps_without_worthwhile_drafts():
 
 
 def test_a_network_drafts_as_many_tokens_as_steps_verify():
-    reach = DraftReach(5)
+    reach = DraftReach([1, 2, 3, 4, 5])
     for _ in range(100):
-        reach.observe([2])
+        reach.observe(1, [2])
     # Now and then one more, which shows whether more are worth their rows.
-    assert reach.value in (2, 3)
+    assert reach.value_of(1) in (2, 3)
 
     for _ in range(100):
-        reach.observe([5])
-    assert reach.value == 5
+        reach.observe(1, [5])
+    assert reach.value_of(1) == 5
+
+
+def test_a_network_that_is_captured_for_some_numbers_makes_the_next_larger_one():
+    reach = DraftReach([1, 2, 4, 8, 16])
+    for used in (3, 2, 3, 1, 1, 1, 1, 1):
+        reach.observe(1, [used])
+    assert reach.value_of(1) == 4
+
+    for _ in range(16):
+        reach.observe(1, [4])
+    assert reach.value_of(1) == 8
 
 
 def test_drafts_that_few_sequences_verify_are_not_made():
-    reach = DraftReach(5)
+    reach = DraftReach([1, 2, 3, 4, 5])
     for _ in range(16):
-        reach.observe([5] * 22 + [3] * 42)
-    assert reach.value == 5
+        reach.observe(64, [5] * 22 + [3] * 42)
+    assert reach.value_of(64) == 5
 
-    for _ in range(16):
-        reach.observe([5] * 21 + [3] * 43)
-    assert reach.value == 3
+    for _ in range(8):
+        reach.observe(64, [5] * 21 + [3] * 43)
+    assert reach.value_of(64) == 3
 
 
 def test_a_step_now_and_then_that_verifies_more_keeps_the_drafts_of_a_network():
-    reach = DraftReach(5)
+    reach = DraftReach([1, 2, 3, 4, 5])
     for _ in range(20):
         for verified in (1, 1, 1, 5):
-            reach.observe([verified])
+            reach.observe(1, [verified])
 
-    assert reach.value == 5
+    assert reach.value_of(1) == 5
+
+
+def test_drafts_that_are_never_verified_are_made_ever_more_seldom():
+    reach = DraftReach([1, 2, 3, 4, 5])
+    made = []
+    for _ in range(400):
+        reach.observe(1, [2])
+        made.append(reach.value_of(1))
+    assert sum(each > 2 for each in made[8:108]) > sum(each > 2 for each in made[300:])
+    assert sum(each > 2 for each in made[200:]) > 0
+
+
+def test_batches_of_another_size_keep_their_drafts():
+    reach = DraftReach([1, 2, 3, 4, 5])
+    for num_sequences, used in ((64, 2), (1, 5)) * 20:
+        reach.observe(num_sequences, [used] * num_sequences)
+    assert reach.value_of(70) in (2, 3)
+    assert reach.value_of(1) == reach.value_of(16) == 5

@@ -166,6 +166,31 @@ def test_a_grown_tree_has_no_more_nodes_than_candidates():
     assert wide.growth == Growth(5, 5, 5)
 
 
+def config_of(most, **values):
+    return SpeculationConfig(drafter="eagle", draft_dir="/x", max_draft_tokens=most, **values)
+
+
+def test_a_network_drafts_some_numbers_of_first_nodes():
+    assert config_of(5).drafted_counts == [1, 2, 3, 4, 5]
+    chosen = config_of(64, tree=MC_SIM_7B_63)
+    assert chosen.drafted_counts == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 63]
+    # A tree of more nodes than its width and depth takes as many passes as the largest one.
+    grown = config_of(20, tree_width=3, tree_depth=4)
+    assert grown.drafted_counts == [1, 2, 3, 20]
+    assert grown.growth.first(2) == Growth(2, 2, 2)
+    assert grown.growth.first(20) == grown.growth
+    beams = SpeculationConfig(
+        drafter="redrafter", draft_dir="/x", max_draft_tokens=20, tree_width=4, tree_depth=5
+    )
+    assert beams.drafted_counts == [20]
+
+
+def test_the_first_nodes_of_a_tree_may_be_a_chain():
+    assert tree_of([[0], [0, 0], [1], [0, 0, 0]]).chain_length == 2
+    assert tree_of([[1], [0], [0, 0]]).chain_length == 0
+    assert tree_of([[0], [0, 0], [0, 0, 1]]).chain_length == 2
+
+
 def test_the_rate_of_a_node_is_that_of_its_number():
     rates = NodeRates(6)
     rng = random.Random(7)
@@ -223,3 +248,17 @@ def test_a_step_verifies_the_nodes_that_are_worth_their_rows():
     assert free > 40
     assert 1 <= dear < 12
     assert choices_of(rates, 1, tree, 2.0) == 0
+
+
+def test_a_node_that_adds_little_is_verified_for_better_ones_behind_it():
+    tree = tree_of([[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
+    rates = TreeRates(tree)
+    for _ in range(500):
+        rates.observe(5, [0, 2, 3, 4])
+    # The second node is never right, and each of the others adds 0.4 tokens or more.
+    assert choices_of(rates, 1, tree, 0.1) == 5
+    few = tree_of([[0], [1], [2], [3]])
+    rates = TreeRates(few)
+    for _ in range(500):
+        rates.observe(4, [0])
+    assert choices_of(rates, 1, few, 0.1) == 1

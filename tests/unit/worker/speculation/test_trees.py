@@ -170,6 +170,31 @@ def test_grown_trees_are_those_of_the_plain_loop(target, target_folder, tmp_path
     assert counts.num_accepted
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+@pytest.mark.parametrize("form", ["chosen", "chain first", "grown"])
+def test_a_request_for_few_nodes_gets_the_first_ones_of_the_plain_loop(form, count):
+    base, folder = EXAMPLES / "demo_models" / "base", EXAMPLES / "draft_heads" / "eagle"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    prompt = Tokenizer.from_file(str(base / "tokenizer.json")).encode("The king said to").ids
+    whole = SMALL if form == "chosen" else tree_of([[0, 0, 0, 0], [1], [0, 1], [1, 0], [2]])
+    few, head = whole.first(count), EagleTree(folder, model, (2, 4, 5))
+    if form == "grown":
+        whole, few = Growing(4, 4, 9), Growing(4, 4, count)
+        head = EagleGrown(folder, model, (2, 4, 5))
+        head.growing = whole
+    output, told = generate_by_tree(model, head, prompt, 40, few)
+
+    make = grown_by if form == "grown" else tree_by
+    driver = make_engine(base, make("eagle", {"eagle": folder}, whole))
+    asked = driver.submit(prompt, max_tokens=40, top_k=1, max_draft_tokens=count)
+    driver.run(max_steps=100_000)
+
+    assert driver.output(asked) == output
+    counts = driver.engine.scheduler.draft_counts
+    assert counts.num_accepted == pytest.approx(told.accepted, rel=0.02)
+    assert counts.num_accepted
+
+
 def test_grown_trees_of_the_shipped_head_accept_what_the_plain_loop_accepts():
     base, folder = EXAMPLES / "demo_models" / "base", EXAMPLES / "draft_heads" / "eagle"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
