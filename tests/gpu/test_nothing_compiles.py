@@ -30,7 +30,7 @@ from tests.unit.worker.engine.test_every_feature import MODEL, draw
 from tests.unit.worker.execution.test_step_kernels import DrawnSteps
 from tests.unit.worker.lora_adapters import LINEARS, make_adapter, on_the_wire
 from tests.unit.worker.models import models
-from tests.unit.worker.speculation.head_reference import random_medusa
+from tests.unit.worker.speculation.head_reference import random_medusa, random_redrafter
 from trimaran.comm.deadlines import Watchdog
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, kernel_variants
 from trimaran.kernels.compilations import hooks
@@ -395,7 +395,7 @@ DRAFTERS = {
     "draft_model": str(EXAMPLES / "demo_models" / "draft"),
     "eagle, grown": str(EXAMPLES / "draft_heads" / "eagle"),
     "eagle, tree": str(EXAMPLES / "draft_heads" / "eagle"),
-    "medusa, tree": "",
+    "medusa, tree": "", "redrafter, grown": "",
 }  # fmt: skip
 GROWN = {"max_draft_tokens": 12, "tree_width": 3, "tree_depth": 4}
 SMALL = tree_of([[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 0, 0]])
@@ -405,9 +405,12 @@ TREES = {"grown": GROWN, "tree": {"max_draft_tokens": 64, "tree": SMALL.choices}
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_compile_nothing_after_the_start(compiled, drafter, tmp_path):
     folder, (kind, _, shape) = DRAFTERS[drafter], drafter.partition(", ")
+    config = AutoConfig.from_pretrained(MODEL)
     if kind == "medusa":
-        config = AutoConfig.from_pretrained(MODEL)
         folder = str(random_medusa(tmp_path, config, num_heads=4))
+    elif kind == "redrafter":
+        head = random_redrafter(tmp_path, config, exit_dim=48, is_recurrent=True)
+        folder = str(head)
     own = TREES.get(shape, {"max_draft_tokens": 4})
     speculation = SpeculationConfig(drafter=kind, draft_dir=folder, is_adaptive=False, **own)
     driver = make_driver(MODEL, limits={"speculation": speculation, "max_beam_width": 1})
