@@ -78,7 +78,12 @@ class CoinSampler:
         self._tree = engine.scheduler.config.speculation.draft_tree
         if self._tree is not None:
             known = [*rates, *([0.0] * (1 + max(self._tree.ranks)))]
-            self._rates = np.array([known[rank] for rank in self._tree.ranks])
+            own = np.array([known[rank] for rank in self._tree.ranks])
+            self._parents = np.array(self._tree.parents)
+            # Siblings share one coin, whose range each takes a part of, in order of nodes.
+            is_former = self._parents[:, None] == self._parents
+            self._ends = np.tril(is_former) @ own
+            self._begins = self._ends - own
         self._end._sampler, self._end._sample = self, self._of_step
         # Drafts that were not verified teach nothing.
         SequenceDrafts.compare = _forget  # type: ignore[method-assign]
@@ -111,21 +116,18 @@ class CoinSampler:
         """int64 [2, n]: for each row behind which a child is right, the row's index and the
         child's token in the step. Behind other rows the model's own token remains, which random
         weights nearly never drafted."""
-        assert self._tree is not None
         tokens = np.cumsum(decision.num_scheduled_tokens) - 1
-        found: list[tuple[int, int]] = []
-        for own, first, count in decision.tree_runs.tolist():
-            for at in range(-1, count):
-                children = self._tree.children(at, count)
-                coin = self._coins.random()
-                for child, end in zip(
-                    children, np.cumsum(self._rates[list(children)]), strict=True
-                ):
-                    if coin < end:
-                        row = own if at < 0 else first + at
-                        found.append((row, tokens[decision.sampled[first + child]]))
-                        break
-        return np.array(found, dtype=np.int64).reshape(-1, 2).T.copy()
+        owns, firsts, counts = decision.tree_runs.T.astype(np.int64)
+        runs = np.repeat(np.arange(len(counts)), counts)
+        nodes = np.arange(len(runs)) - (np.cumsum(counts) - counts)[runs]
+        parents = self._parents[nodes]
+        # A coin for the root and for each node of each run.
+        coins = self._coins.random(len(runs) + len(counts))
+        own = coins[(np.cumsum(counts + 1) - counts)[runs] + parents]
+        is_right = (self._begins[nodes] <= own) & (own < self._ends[nodes])
+        rows = np.where(parents < 0, owns[runs], firsts[runs] + parents)
+        found = np.stack((rows, tokens[decision.sampled[firsts[runs] + nodes]]))
+        return found[:, is_right].astype(np.int64)
 
     def _tossed(self, decision: SchedulerOutput) -> Any:
         """int64 [3, n]: for each draft the index of the row that samples in its place, its
