@@ -241,10 +241,10 @@ class PlainReader:
     ) -> None:
         """The ids that preprocessing hands on."""
         assert self._preprocessing is not None
-        tokenizer = self._preprocessing.tokenizer
+        model = self._preprocessing
         for name, given, default in (
-            ("end_id", end, tokenizer.end_id),
-            ("pad_id", pad, tokenizer.pad_id),
+            ("end_id", end, model.tokenizer.end_id),
+            ("pad_id", pad, model.pad_id),
         ):
             if name in wires:
                 token[name] = given if given is not None else -1 if default is None else default

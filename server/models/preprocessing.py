@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -22,7 +22,7 @@ from trimaran.server.models.stop_text import MANY_WORDS
 from trimaran.server.models.text_limits import check_prompt_length
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
-from trimaran.server.repository.signatures import adds_special_tokens
+from trimaran.server.repository.signatures import adds_special_tokens, pads_with_end
 
 PROMPTS = ("QUERY", "DECODER_QUERY")
 """The inputs whose texts may be as long as a prompt."""
@@ -33,6 +33,13 @@ WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
 _WORD_INPUTS = frozenset((*WORDS, "EMBEDDING_BIAS_WEIGHTS"))
 
+
+_ANSWERED = (
+    "INPUT_ID", "DECODER_INPUT_ID", "BAD_WORDS_IDS", "STOP_WORDS_IDS", "REQUEST_INPUT_LEN",
+    "REQUEST_DECODER_INPUT_LEN", "REQUEST_OUTPUT_LEN", "EMBEDDING_BIAS", "OUT_END_ID",
+    "OUT_PAD_ID", "OUT_PROMPT_TABLE_EXTRA_IDS",
+)  # fmt: skip
+"""All outputs, in the order in which Triton's TensorRT-LLM backend answers a client."""
 
 _FEW_WORDS = 1 << 8
 """The forms of more words than these are compared in a thread."""
@@ -73,6 +80,7 @@ class PreprocessingModel:
                 "are not served. Leave it unset."
             )
         self._is_batched = model.config.max_batch_size > 0
+        self.pad_id = tokenizer.end_id if pads_with_end(model.config) else tokenizer.pad_id
         self._types = {t.name: from_config(t.data_type) for t in model.config.output}
 
     @property
@@ -97,9 +105,8 @@ class PreprocessingModel:
         )
         read = partial(self._texts, samples, limit)
         texts = read() if num_words <= MANY_WORDS else await asyncio.to_thread(read)
-        outputs = await self._outputs_of(
-            samples, texts, request if isinstance(request, PromptJob) else None
-        )
+        job = request if isinstance(request, PromptJob) else None
+        outputs = await self._outputs_of(samples, texts, job)
         if "PROMPT_TABLE_EXTRA_ID" in request.inputs:
             outputs.append(self._extra_ids(samples, outputs[0].data, outputs[1].data))
         for tensor in outputs:
@@ -108,9 +115,15 @@ class PreprocessingModel:
             model_name=self.name,
             model_version=self.version,
             id=request.id,
-            outputs=[o for o in outputs if not request.outputs or o.name in request.outputs],
+            outputs=outputs if job is not None else self._answered(outputs, request.outputs),
             is_final=True,
         )
+
+    def _answered(self, outputs: list[Tensor], wanted: Collection[str]) -> list[Tensor]:
+        """The declared outputs that a client asked for: all of them if it named none."""
+        found = {output.name: output for output in outputs}
+        names = [name for name in _ANSWERED if name in found and name in self._types]
+        return [found[name] for name in names if not wanted or name in wanted]
 
     def _as_declared(self, tensor: Tensor) -> None:
         """Give an output the declared sign, and no batch dimension where the model has none."""
@@ -163,8 +176,8 @@ class PreprocessingModel:
         words, and a decoder's prompt that the client did not send.
         """
         has_empty, max_input_len = job is None, job.max_input_len if job is not None else None
-        pad = -1 if self.tokenizer.pad_id is None else self.tokenizer.pad_id
         end = -1 if self.tokenizer.end_id is None else self.tokenizer.end_id
+        pad = -1 if self.pad_id is None else self.pad_id
         pads = [_or(s.scalar("PAD_ID"), pad) for s in samples]
         prompts = await self._prompts(texts, job)
         if max_input_len is not None:
@@ -228,7 +241,8 @@ class PreprocessingModel:
 
     async def _words(self, output: str, lists: list[list[str]]) -> Tensor:
         """The ids of words, without special tokens; a word without ids is omitted. A word that
-        has other ids inside a text than at its begin is there with both.
+        has other ids inside a text than at its begin is there with both. Words of which none
+        has ids make a column of padding, as in Triton's TensorRT-LLM backend.
         """
         if not any(lists):
             return Tensor(output, "INT32", np.empty((len(lists), 2, 0), np.int32))
@@ -240,7 +254,7 @@ class PreprocessingModel:
             is_short = sum(map(len, lists)) <= _FEW_WORDS
             work = partial(_all_forms, forms, encoded)
             encoded = work() if is_short else await self.tokenizer.in_thread(work)
-        width = max(len(found.ids) for found in encoded)
+        width = max(1, *(len(found.ids) for found in encoded))
         data = np.zeros((len(lists), 2, width), np.int32)
         data[:, 1] = -1
         for row, found in zip(data, encoded, strict=True):

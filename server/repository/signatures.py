@@ -168,6 +168,13 @@ def adds_special_tokens(config: ModelConfig) -> bool:
     return "DECODER_QUERY" in names or "add_special_tokens" not in config.parameters
 
 
+def pads_with_end(config: ModelConfig) -> bool:
+    """Whether a preprocessing model is from a version up to 0.10, whose padding is the end id
+    even where the tokenizer has an id for padding. Version 0.11 brought a decoder's text.
+    """
+    return all(tensor.name != "DECODER_QUERY" for tensor in config.input)
+
+
 def backend_minor(config: ModelConfig, version_folder: Path) -> int:
     """The second number of the version of Triton's TensorRT-LLM backend that a token model
     is from. The tensors show the version up to 0.16. The tensors of versions from 0.17 on are

@@ -152,6 +152,45 @@ async def test_the_token_model_answers_without_lengths_that_it_does_not_declare(
 
 
 @pytest.fixture
+def before_decoders(tmp_path, tokenizer_folder):
+    """The models as versions up to 0.10 declared them: without a decoder's text."""
+    root = _write_repository(tmp_path, tokenizer_folder, {})
+    tensor = r',\s+\{\s+name: "\w*decoder_\w*"(?:[^{}]|\{[^}]*\})*\}'
+    wire = r'\s+(?:in|out)put_map \{\s+key: "\w*decoder_\w*"[^}]*\}'
+    for path in root.glob("*/config.pbtxt"):
+        text = re.sub(wire, "", path.read_text(), flags=re.IGNORECASE)
+        path.write_text(re.sub(tensor, "", text, flags=re.IGNORECASE))
+        assert "decoder_" not in path.read_text().lower()
+    return root
+
+
+async def test_preprocessing_answers_with_declared_outputs_alone(serve, before_decoders):
+    async with serve(repository=before_decoders) as served:
+        (response,) = await served.infer("preprocessing", QUERY="A", REQUEST_OUTPUT_LEN=9)
+    assert [output.name for output in response.outputs] == [
+        "INPUT_ID", "BAD_WORDS_IDS", "STOP_WORDS_IDS", "REQUEST_INPUT_LEN",
+        "REQUEST_OUTPUT_LEN", "EMBEDDING_BIAS", "OUT_END_ID", "OUT_PAD_ID",
+    ]  # fmt: skip
+
+
+async def test_versions_up_to_0_10_pad_with_the_end_id(serve, before_decoders):
+    async with serve(repository=before_decoders) as served:
+        texts = np.array([[b"one two"], [b"A"]], object)
+        lengths = np.full((2, 1), 9, np.int32)
+        (response,) = await served.infer(
+            "preprocessing", QUERY=texts, REQUEST_OUTPUT_LEN=lengths
+        )
+        engine = await served.dial(served.answer("one two"))
+        await served.infer("ensemble", text_input="A", max_tokens=9)
+        tokenizer = served.tokenizer
+    found = {output.name: output.data for output in response.outputs}
+    assert tokenizer.pad_id != tokenizer.end_id
+    assert found["OUT_PAD_ID"].tolist() == [[tokenizer.end_id]] * 2
+    assert found["INPUT_ID"][1, -1] == tokenizer.end_id
+    assert engine.submits[0].sampling["pad_id"] == tokenizer.end_id
+
+
+@pytest.fixture
 def before_sequences(tmp_path, tokenizer_folder):
     """The models as versions up to 0.13 declared them: with a batch index alone."""
     root = _write_repository(tmp_path, tokenizer_folder, {})

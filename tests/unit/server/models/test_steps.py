@@ -13,6 +13,8 @@ from transformers import GPT2Tokenizer
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.models.sample_inputs import SampleInputs
+from trimaran.server.models.sampling_inputs import word_list
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.repository.signatures import adds_special_tokens
 
@@ -94,11 +96,22 @@ async def test_extra_ids_are_reported_for_each_token(serve):
         assert extra.data.tolist() == [[0] * tensors["REQUEST_INPUT_LEN"].data.item()]
 
 
-async def test_an_empty_placeholder_word_is_ignored(serve):
+async def test_an_empty_placeholder_word_is_padding_alone(serve):
     async with serve() as served:
         tensors = await _preprocess(served, QUERY="x", STOP_WORDS_DICT="", BAD_WORDS_DICT="")
-        assert tensors["STOP_WORDS_IDS"].shape == (1, 2, 0)
-        assert tensors["BAD_WORDS_IDS"].shape == (1, 2, 0)
+        for name in ("STOP_WORDS_IDS", "BAD_WORDS_IDS"):
+            assert tensors[name].data.tolist() == [[[0], [-1]]]
+            assert word_list(SampleInputs(tensors, 0, True), name) == ()
+
+
+async def test_outputs_come_in_the_order_of_the_replaced_model(serve):
+    async with serve() as served:
+        tensors = await _preprocess(served, QUERY="x", PROMPT_TABLE_EXTRA_ID=5)
+    assert list(tensors) == [
+        "INPUT_ID", "DECODER_INPUT_ID", "BAD_WORDS_IDS", "STOP_WORDS_IDS", "REQUEST_INPUT_LEN",
+        "REQUEST_DECODER_INPUT_LEN", "REQUEST_OUTPUT_LEN", "EMBEDDING_BIAS", "OUT_END_ID",
+        "OUT_PAD_ID", "OUT_PROMPT_TABLE_EXTRA_IDS",
+    ]  # fmt: skip
 
 
 async def test_decoder_texts_are_encoded_like_prompts(serve):
