@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"[INFO] Start testing on {len(prompts)} prompts.")
         for prompt in prompts:
             _compare(steps, args, models, prompt, besides)
-        print("[INFO] Functionality test succeeded.")
+        print("[INFO] Functionality test succeed.")
         for model in models:
             _time(steps, args, model, prompts, besides)
     except ServerError as error:

@@ -187,7 +187,7 @@ DECOUPLED = {
         DATASET + f"{CHECK} -i grpc --streaming --test-bls --max-input-len 500 "
         "--dataset data.json",
         0,
-        ["Functionality test succeed", r"^\[INFO\] Total Latency: .* ms$"],
+        [r"^\[INFO\] Functionality test succeed\.$", r"^\[INFO\] Total Latency: .* ms$"],
     ),
     "benchmark, normal distribution": (
         f"{BENCH} -i grpc --max-input-len 100 --request-rate 20 --num-requests 12 -c 4 "
@@ -238,14 +238,17 @@ PLAIN = {
         0,
         [
             r"^\[INFO\] Start testing on 1 prompts\.$",
-            "Functionality test succeed",
+            r"^\[INFO\] Functionality test succeed\.$",
             r"^\[INFO\] Start benchmarking on 1 prompts\.$",
         ],
     ),
     "end to end, without a limit": (
         DATASET + f"{CHECK} --dataset data.json",
         0,
-        [r"^\[INFO\] Start testing on 1 prompts\.$", "Functionality test succeed"],
+        [
+            r"^\[INFO\] Start testing on 1 prompts\.$",
+            r"^\[INFO\] Functionality test succeed\.$",
+        ],
     ),
     "drafts": (
         DATASET + SPECULATIVE,
