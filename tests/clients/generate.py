@@ -44,6 +44,18 @@ _BEHAVIOUR = (
         "0.9, 0.10",
         "prompts begin without special tokens unless the repository sets `add_special_tokens`",
     ),
+    ("0.5 to 0.10", "padding is the end id, even where the tokenizer has an id for padding"),
+    (
+        "0.5 to 0.7",
+        "an answer to a text ends with the model's end ids too ([tokenizers.md]"
+        "(tokenizers.md#ids-that-end-an-output)), where those versions end with the request's "
+        "`end_id` alone. Their `end_to_end_test.py` finds other texts in its three steps than "
+        "in the ensemble if the model ends a text early",
+    ),
+    (
+        "0.6 to 0.11",
+        "preprocessing takes several prompts in a request, which those versions refuse",
+    ),
     (
         "0.6 to 0.16",
         "`nv_trt_llm_*` has the samples of the version, in 0.6 by the names "
@@ -70,18 +82,28 @@ _BEHAVIOUR = (
 _DOCUMENTS = (
     (
         "`docker build -f dockerfile/Dockerfile.trt_llm_backend .`",
-        "`docker build -f deploy/Dockerfile .`: there is no TensorRT-LLM to compile "
+        "fails, with and without `--build-arg TORCH_INSTALL_TYPE=...`: the line here is "
+        "`docker build -f deploy/Dockerfile .`, as there is no TensorRT-LLM to compile "
         "([deployment.md](deployment.md))",
-    ),
-    (
-        "`sbatch tensorrt_llm_triton.sub`, `tensorrt_llm_triton.sh`",
-        "`trimaran slurm render --template leader` writes the script, with the same container "
-        "flags; those files start another server's container ([slurm.md](slurm.md))",
     ),
     (
         "`tritonserver --model-repository=REPO`, `pkill tritonserver`",
         "as written, with the scripts of `trimaran init-repo REPO --scripts .` "
         "([clients.md](clients.md))",
+    ),
+    (
+        "`hf_gpt_convert.py`, `convert_checkpoint.py`, `build.py`, `trtllm-build`",
+        "as written, with these scripts; flags of TensorRT, such as `--parallel_build` and "
+        "`--use_gemm_plugin`, have no effect, and the command says so",
+    ),
+    (
+        "`--tp_size 8 --moe_tp_size 2 --moe_ep_size 4`",
+        "as written, for a model with at least 8 attention heads",
+    ),
+    (
+        "`sbatch tensorrt_llm_triton.sub`, `tensorrt_llm_triton.sh`",
+        "`trimaran slurm render --template leader` writes the script, with the same container "
+        "flags; those files start another server's container ([slurm.md](slurm.md))",
     ),
     (
         "`benchmark_core_model.py token-norm-dist`, `identity_test.py`",
@@ -92,6 +114,22 @@ _DOCUMENTS = (
         "`inflight_batcher_llm_client.py` without `--tokenizer-dir`",
         "sends ids of GPT-2, which a model with a smaller vocabulary takes with "
         "`trimaran serve --out-of-vocabulary clamp` alone",
+    ),
+    (
+        "`inflight_batcher_llm_client.py --stop-after-ms 200`, "
+        "`end_to_end_test.py --dataset P`",
+        "as written, with these scripts. The backend's own scripts need `--max-input-len` "
+        "too, and from 0.7 on `--request-id`",
+    ),
+    (
+        "`inflight_batcher_llm_client.py` without `--streaming`",
+        "the backend's own scripts of 0.6 and later send one request for one answer, which a "
+        "decoupled model refuses, as a Triton server does; the script of `init-repo` works "
+        "with both",
+    ),
+    (
+        "`Output:` before the text",
+        "`Output beam 0:`, as the scripts of 0.6 and later print; 0.5 prints `Output:`",
     ),
     (
         "figures of KV blocks in the documents",

@@ -85,6 +85,11 @@ DECOUPLED = {
         0,
         ["^Got cancellation response from server$"],
     ),
+    "token client, stop without an id": (
+        f"{TOKEN} --stop-after-ms 100 --request-output-len 800 --tokenizer-dir model",
+        0,
+        ["^Got cancellation response from server$"],
+    ),
     "token client, stop a stream": (
         f"{TOKEN} --streaming --stop-after-ms 100 --request-output-len 800 --request-id 1 "
         "--tokenizer-dir model",
@@ -194,6 +199,18 @@ DECOUPLED = {
         "token-norm-dist --input-mean 20 --input-stdev 5 --output-mean 8 --output-stdev 2",
         0,
         [r"^\[INFO\] Start benchmarking on 12 prompts", "Requests/Sec", "P99 latency"],
+    ),
+    "benchmark, flags behind the source": (
+        f"{BENCH} -i grpc --request_rate 20 token_norm_dist --input_mean 20 --input_stdev 5 "
+        "--output_mean 8 --output_stdev 2 --num_requests 12",
+        0,
+        ["Start benchmarking on 12 prompts", "Total request latencies", "P99 latency"],
+    ),
+    "benchmark, data set, flags behind the source": (
+        DATASET + f"{BENCH} -i grpc --request_rate 20 dataset --dataset data.json "
+        "--tokenizer_dir model --tokenizer_type auto --num_requests 1",
+        0,
+        ["Tokens per word", r"\[INFO\] Total Latency: ", "Total request latencies"],
     ),
     "benchmark, data set": (
         DATASET + f"{BENCH} -i grpc --max-input-len 100 --num-requests 1 -c 1 dataset "
