@@ -7,15 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trimaran.builder.calibration_text import (
+from trimaran.builder.foreign_flags import FlagSink, say_harmless
+from trimaran.builder.progress import ProgressBar
+from trimaran.builder.quantization.calibration_text import (
     NUM_SEQUENCES,
     SEQUENCE_TOKENS,
     calibration_model,
     calibration_sequences,
     check_calibration,
 )
-from trimaran.builder.foreign_flags import FlagSink, say_harmless
-from trimaran.builder.progress import ProgressBar
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
 from trimaran.worker.config.engine_folder import EngineFolder
@@ -107,7 +107,9 @@ def write_kv_scales(
 def _calibrated(
     args: argparse.Namespace, source: EngineFolder, config: PretrainedConfig, kind: str
 ) -> KVScales:
-    from trimaran.worker.models.kv_calibration import calibrate_kv_scales  # imports torch
+    from trimaran.builder.quantization.kv_calibration import (
+        calibrate_kv_scales,  # imports torch
+    )
 
     file = args.calib_dataset
     sequences = calibration_sequences(_FLAG, file, source, args.calib_size)

@@ -16,6 +16,7 @@ from trimaran.builder.draft_heads import (
     tree_of_flags,
 )
 from trimaran.builder.foreign_flags import FlagSink
+from trimaran.builder.gguf_integers import KEEP_INTEGERS, with_integers
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import count, positive, workers
 from trimaran.comm.files.input_files import UTF8, parse_json
@@ -28,7 +29,6 @@ from trimaran.worker.config.engine_folder import (
     check_parallel_sizes,
 )
 from trimaran.worker.config.gguf_file import is_gguf, load_gguf
-from trimaran.worker.config.gguf_integers import KEEP_INTEGERS, with_integers
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
 from trimaran.worker.config.quantization import LOAD_METHODS

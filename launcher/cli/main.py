@@ -46,7 +46,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "trimaran convert --model-dir llama --output-dir checkpoint --tp-size 2",
     ),
     "quantize": Subcommand(
-        "trimaran.builder.quantize",
+        "trimaran.builder.quantization.quantize",
         "turn a Hugging Face folder of floats into one of FP8 weights",
         "trimaran quantize --checkpoint llama --output llama-fp8",
     ),

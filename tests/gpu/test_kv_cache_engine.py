@@ -12,8 +12,8 @@ from tests.driver import Driver
 from tests.gpu.hidden_waits import no_hidden_waits
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from tests.unit.worker.models.models import load_ours
+from trimaran.builder.quantization.kv_calibration import calibrate_kv_scales
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from trimaran.worker.models.kv_calibration import calibrate_kv_scales
 
 pytestmark = pytest.mark.gpu
 

@@ -31,6 +31,7 @@ from tests.unit.worker.execution.test_step_kernels import DrawnSteps
 from tests.unit.worker.lora_adapters import LINEARS, make_adapter, on_the_wire
 from tests.unit.worker.models import models
 from tests.unit.worker.speculation.head_reference import random_medusa, random_redrafter
+from trimaran.builder.quantization.kv_calibration import calibrate_kv_scales
 from trimaran.comm.deadlines import Watchdog
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, kernel_variants
 from trimaran.kernels.compilations import hooks
@@ -59,7 +60,6 @@ from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.compilations import Compilations
 from trimaran.worker.execution.prompt_tables import PromptTable
 from trimaran.worker.lora.layout import MODULE_NAMES, AdapterLayout, Matrices
-from trimaran.worker.models.kv_calibration import calibrate_kv_scales
 from trimaran.worker.models.tunable import Tunable
 
 pytestmark = pytest.mark.gpu

@@ -19,11 +19,11 @@ from typing import Any
 import cases
 import psutil
 from cases import Case
-from grpc_cases import grpc_case
-from http_cases import http_case, metrics_case
-from openai_cases import openai_case
+from grpc_requests import grpc_case
+from http_requests import http_case, metrics_case
+from openai_requests import openai_case
 from pieces import build
-from raw_cases import raw_case
+from raw_requests import raw_case
 from sending import Outcome, Ports, Sender
 from watch import Watching
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from tests.unit.worker.models.models import load_ours
+from trimaran.builder.quantization.kv_calibration import calibrate_kv_scales
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.kv_cache_dtype import KVScales
-from trimaran.worker.models.kv_calibration import calibrate_kv_scales
 
 SCALES = KVScales(
     "int8",

@@ -7,12 +7,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-from trimaran.builder.calibration_text import (
+from trimaran.builder.foreign_flags import FlagSink
+from trimaran.builder.quantization.calibration_text import (
     NUM_SEQUENCES,
     SEQUENCE_TOKENS,
     check_calibration,
 )
-from trimaran.builder.foreign_flags import FlagSink
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
@@ -97,7 +97,7 @@ def _quantize(args: argparse.Namespace) -> int:
             "section that describes quantized weights, which would be replaced. Build or serve "
             "the folder with --quantization."
         )
-    from trimaran.builder.quantized_folder import QuantizedFolder  # imports torch
+    from trimaran.builder.quantization.quantized_folder import QuantizedFolder  # imports torch
 
     if args.calib is not None:
         check_calibration("--calib", args.calib, source)

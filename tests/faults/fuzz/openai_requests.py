@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cases import Case
-from http_cases import json_piece, with_manners
+from http_requests import json_piece, with_manners
 from model_fields import GUIDES, MODELS, WORDS
 from pieces import Piece
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.builder.calibrated_weights import (
+from trimaran.builder.progress import ProgressBar
+from trimaran.builder.quantization.calibrated_weights import (
     FloatWeights,
     calibrated_weights,
     float_weights,
 )
-from trimaran.builder.progress import ProgressBar
-from trimaran.builder.quantized_forms import form_of
+from trimaran.builder.quantization.quantized_forms import form_of
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.engine_folder import CONFIG_FILE, EngineFolder

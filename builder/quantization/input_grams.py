@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trimaran.builder.quantization.kv_calibration import read_sequence
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import LinearMethod
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.models.kv_calibration import read_sequence
 
 # Shapes: T tokens, D inner width.
 

@@ -10,15 +10,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trimaran.builder.calibration_text import calibration_model, calibration_sequences
 from trimaran.builder.progress import ProgressBar
-from trimaran.builder.quantized_forms import QuantizedForm
+from trimaran.builder.quantization.calibration_text import (
+    calibration_model,
+    calibration_sequences,
+)
+from trimaran.builder.quantization.input_grams import input_grams
+from trimaran.builder.quantization.layer_divergence import layer_divergences
+from trimaran.builder.quantization.quantized_forms import QuantizedForm
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.layers.linear import ParallelLinear
-from trimaran.worker.models.input_grams import input_grams
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.models.layer_divergence import layer_divergences
 from trimaran.worker.models.weights.checkpoint import mapped_file
 from trimaran.worker.models.weights.parts import Part
 
