@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from itertools import islice
@@ -122,6 +123,8 @@ def make_driver(
 ) -> Driver:
     """An engine that keeps some prompts' blocks, and pauses sequences if all are long and the
     cache is small. ``ties`` are those of several ranks."""
+    # An engine freezes its objects, so those of the engine before are never freed otherwise.
+    gc.unfreeze()
     return Driver(
         EngineConfig(
             model="test", engine_dir=str(MODEL), device=device,
