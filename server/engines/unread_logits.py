@@ -129,6 +129,13 @@ class GatheredLogits:
     def release(self) -> None:
         """Nothing is kept any more."""
         self._unread.release(self, self)
+        # The keeper refers to this object too: a request and its tensors would stay until the
+        # collector comes.
+        self._drop = _nothing
+
+
+def _nothing() -> None:
+    """Nothing is left to drop."""
 
 
 def logits_bytes(extras: dict[str, Any], names: tuple[str, ...] = _LOGITS) -> int:

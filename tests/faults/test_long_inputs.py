@@ -32,10 +32,7 @@ from trimaran.server.inference.tensor_bytes import NUMPY_TYPES
 pytestmark = pytest.mark.timeout(500)
 
 MAX_GAP_S = 1.0
-MAX_GROWTH_MB = 270.0
-"""Above the 200 MB of other faults: gRPC's buffers take up to two and a half times a message
-(docs/security.md), and a table is copied on its way to the engine."""
-
+MAX_GROWTH_MB = 200.0
 GUIDE_PROCESSES_MB = 4096.0
 """Processes that compile guides have a limit of their own (docs/guided-decoding.md)."""
 
