@@ -124,7 +124,13 @@ class Service:
         Raises:
             RequestError: the request does not fit the model; it was not started.
         """
-        return (await self._checked(model, request, inputs, outputs)).infer(request)
+        model = await self._checked(model, request, inputs, outputs)
+        direct = self.direct(model)
+        if direct is not None:
+            plain = direct.reader.of_tensors(request, is_streaming=True)
+            if plain is not None:
+                return direct.stream(model, plain)
+        return model.infer(request)
 
     async def _checked(
         self,

@@ -35,8 +35,9 @@ _SCALARS = frozenset(
     if row.type_name in ("int", "float", "bool")
     for name in row.inputs
 )
+_STREAMING = "streaming"
 _OFF = frozenset((
-    "streaming", "stop", "return_log_probs", "return_context_logits",
+    _STREAMING, "stop", "return_log_probs", "return_context_logits",
     "return_generation_logits",
 ))  # fmt: skip
 """Inputs of the token model that ask for another form of the answer."""
@@ -84,6 +85,7 @@ class _Read:
     prompt: str
     preprocessing: dict[str, Any] = field(default_factory=dict)
     token: dict[str, Any] = field(default_factory=dict)
+    is_streaming: bool = False
 
 
 class PlainReader:
@@ -113,6 +115,14 @@ class PlainReader:
         """Whether requests in the form of the text model's inputs can be plain: their answers
         have no output but the text."""
 
+        self._streams = (
+            self.takes_tensors
+            and steps.token.is_decoupled
+            and bool(getattr(model, "is_decoupled", False))
+            and not pipeline.options.accumulates
+        )
+        """Whether such requests can be plain streams."""
+
         self._end_wires = tuple(
             name
             for name in ("end_id", "pad_id")
@@ -126,15 +136,20 @@ class PlainReader:
         """Declared inputs that are connected to nothing."""
 
     def of_values(
-        self, request: InferRequest, values: Mapping[str, Any]
+        self, request: InferRequest, values: Mapping[str, Any], *, is_streaming: bool = False
     ) -> PlainRequest | None:
         """The plain request of a text model's inputs, each with one value; None if the request
-        is not plain, or is wrong.
+        is not plain, or is wrong. ``is_streaming`` says which requests are meant: those for a
+        stream, or those for one answer.
         """
         if not self.takes_tensors or (self._is_bls and request.parameters):
             return None
+        if is_streaming and not self._streams:
+            return None
         read = self._read(values)
-        if read is None or not _FURTHER_OUTPUTS.isdisjoint(read.token):
+        if read is None or read.is_streaming != is_streaming:
+            return None
+        if not _FURTHER_OUTPUTS.isdisjoint(read.token):
             return None
         token = read.token
         given = read.preprocessing
@@ -150,7 +165,9 @@ class PlainReader:
             )
         return found
 
-    def of_tensors(self, request: InferRequest) -> PlainRequest | None:
+    def of_tensors(
+        self, request: InferRequest, *, is_streaming: bool = False
+    ) -> PlainRequest | None:
         """`of_values`, of a request whose inputs fit the model's configuration."""
         if not self.takes_tensors or any(name != self.output for name in request.outputs):
             return None
@@ -167,7 +184,7 @@ class PlainReader:
                 except UnicodeDecodeError:
                     return None
             values[name] = value
-        return self.of_values(request, values)
+        return self.of_values(request, values, is_streaming=is_streaming)
 
     def of_text_request(self, request: TextRequest) -> PlainRequest | None:
         """The plain request of a text request; None as for `of_values`."""
@@ -226,7 +243,9 @@ class PlainReader:
                 else:
                     read.preprocessing[target] = value
             for target in source.token:
-                if target in _OFF or target in _FURTHER_OUTPUTS:
+                if target == _STREAMING:
+                    read.is_streaming = bool(value)
+                elif target in _OFF or target in _FURTHER_OUTPUTS:
                     if value:
                         return None
                 elif target in _ONE:

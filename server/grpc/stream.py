@@ -182,11 +182,10 @@ class StreamSession:
                     async for response in responses:
                         await _over(before)
                         has_begun = True
-                        is_final = response.is_final or not is_decoupled
+                        response.is_final = response.is_final or not is_decoupled
                         response.id = message.names.id
-                        chosen = await self._chosen(model, response, parsed)
-                        await self._write(await _encoded(encoder, parsed, chosen, is_final))
-                        has_ended = is_final
+                        await self._send(model, parsed, encoder, response)
+                        has_ended = response.is_final
         except RequestError as error:
             if has_ended:
                 return
@@ -199,13 +198,16 @@ class StreamSession:
             _name(final.infer_response, message)
             await self._write(final)
 
-    async def _chosen(
-        self, model: Model, response: InferResponse, parsed: ParsedInfer
-    ) -> InferResponse:
-        """The response with the outputs that the client asked for: all if it named none."""
+    async def _send(
+        self, model: Model, parsed: ParsedInfer, encoder: StreamEncoder, response: InferResponse
+    ) -> None:
+        """Send a response with the outputs that the client asked for: all if it named none."""
         if parsed.outputs:
             await self._service.select(model, response, parsed)
-        return response
+        short = None
+        if not parsed.targets:
+            short = encoder.encode_short(response, is_final=response.is_final)
+        await self._write(short or await _encoded(parsed, response))
 
     async def _refuse(
         self,
@@ -263,16 +265,10 @@ class StreamSession:
         self._watch = self._loop.call_at(due, self._watch_writing)
 
 
-async def _encoded(
-    encoder: StreamEncoder, parsed: ParsedInfer, response: InferResponse, is_final: bool
-) -> pb.ModelStreamInferResponse | bytes:
-    if not parsed.targets:
-        short = encoder.encode_short(response, is_final=is_final)
-        if short is not None:
-            return short
+async def _encoded(parsed: ParsedInfer, response: InferResponse) -> pb.ModelStreamInferResponse:
     message = pb.ModelStreamInferResponse()
     await run_cooperatively(fill_response(message.infer_response, response, parsed.targets))
-    message.infer_response.parameters[FINAL].bool_param = is_final
+    message.infer_response.parameters[FINAL].bool_param = response.is_final
     return message
 
 

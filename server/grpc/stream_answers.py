@@ -21,8 +21,6 @@ _MAX_BYTES = 16 << 10
 _INFER_RESPONSE = bytes((2 << 3 | 2,))
 _RAW_OUTPUT = bytes((6 << 3 | 2,))
 
-_Layout = tuple[str, str, str, bool, list[tuple[str, str, tuple[int, ...]]]]
-
 
 class StreamEncoder:
     """Encodes the short answers to one request as ``ModelStreamInferResponse``.
@@ -32,22 +30,24 @@ class StreamEncoder:
     """
 
     def __init__(self) -> None:
-        self._layout: _Layout | None = None
+        self._layout: list[object] = []
+        """What the head was made of, but for the parameters."""
+
         self._parameters: Mapping[str, ParameterValue] = {}
         self._head = b""
 
     def encode_short(self, response: InferResponse, *, is_final: bool) -> bytes | None:
         """The message of a response; None if an output is long."""
-        raws = []
+        raws: list[bytes] = []
+        layout: list[object] = [
+            response.model_name, response.model_version, response.id, is_final,
+        ]  # fmt: skip
         for output in response.outputs:
             raw = _short_raw(output)
             if raw is None:
                 return None
-            raws.append(raw)
-        layout = (
-            response.model_name, response.model_version, response.id, is_final,
-            [(o.name, o.datatype, o.data.shape) for o in response.outputs],
-        )  # fmt: skip
+            raws += (_RAW_OUTPUT, _varint(len(raw)), raw)
+            layout += (output.name, output.datatype, output.data.shape)
         parameters = response.parameters
         # Not by value, in which 1 and True are the same. Parameters never change.
         is_known = parameters is self._parameters or not (parameters or self._parameters)
@@ -57,11 +57,8 @@ class StreamEncoder:
             message.parameters[FINAL].bool_param = is_final
             self._head = message.SerializeToString()
             self._layout, self._parameters = layout, parameters
-        parts = [self._head]
-        for raw in raws:
-            parts += (_RAW_OUTPUT, _varint(len(raw)), raw)
-        body = b"".join(parts)
-        return b"".join((_INFER_RESPONSE, _varint(len(body)), body))
+        num_bytes = len(self._head) + sum(map(len, raws))
+        return b"".join((_INFER_RESPONSE, _varint(num_bytes), self._head, *raws))
 
 
 def _short_raw(output: Tensor) -> bytes | None:

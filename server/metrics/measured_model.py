@@ -100,15 +100,9 @@ class MeasuredModel:
                 async for each in responses:
                     last = each
             return last
-        measure = Measurement(self, self._model, request)
-        self.begin()
-        try:
+        with self.measure(request) as measure:
             response = await self._one.respond(request)
-        except BaseException as error:
-            measure.end(error)
-            raise
-        measure.response(response)
-        measure.end(None)
+            measure.response(response)
         return response
 
     def count(self, elapsed_ns: int) -> None:
@@ -144,10 +138,11 @@ class MeasuredModel:
 
 
 class Measurement:
-    """Runs one request on the wrapped model and counts the request.
+    """Counts one request: as a success, or as a failure by the exception that ends its context.
+    The first outcome counts; later ones are ignored.
 
-    A context: leaving it closes `responses` and counts the request as a success, or as a
-    failure by the exception. The first outcome counts; later ones are ignored.
+    The asynchronous context runs the request on the wrapped model, and closes `responses` at
+    its end. In the other context the caller runs the request in the model's place.
     """
 
     responses: AsyncIterator[InferResponse]
@@ -170,6 +165,18 @@ class Measurement:
         request's text.
         """
         self._started_ns = max(self._arrived_ns, self._started_ns - elapsed_ns)
+
+    def __enter__(self) -> Measurement:
+        self._model.begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(error)
 
     async def __aenter__(self) -> Measurement:
         """Start the request."""

@@ -79,7 +79,7 @@ def check_copies(samples: Sequence[Sample], num_sequences: int) -> None:
 
 @dataclass(slots=True)
 class OneSequence:
-    """A prompt with one sequence, whose ids are wanted at the end alone."""
+    """A prompt with one sequence, without tensors."""
 
     prompt_ids: bytes
     """As in `Submit`."""
@@ -93,65 +93,76 @@ class OneSequence:
 class OneStream:
     """The sequence of `OneSequence` at the engine."""
 
-    __slots__ = ("_is_cancelled", "_live", "_waiter")
+    __slots__ = ("_is_cancelled", "_live", "_timer", "_waiter")
 
     def __init__(self) -> None:
         self._live: LiveRequest | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._is_cancelled = False
 
-    def cancel(self) -> None:
-        """End the sequence with its tokens so far; before `run` there are none."""
-        self._is_cancelled = True
-        if self._live is not None:
-            self._live.cancel()
-
-    async def run(
+    def start(
         self,
         engines: ModelEngines,
         request: InferRequest,
         one: OneSequence,
         policy: QueuePolicy,
-    ) -> TokenChunk:
-        """All ids of the sequence. Leaving early ends the sequence at the engine.
+        *,
+        is_incremental: bool,
+    ) -> None:
+        """Submit the sequence. With ``is_incremental`` chunks come as tokens do, otherwise one
+        chunk at the end.
 
         Raises:
-            RequestError: the engine is down, or refused or lost the sequence.
+            RequestError: the engine is down.
         """
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
         live = self._live = engines.submit(
             prompt_ids=one.prompt_ids,
             sampling=one.sampling,
             cache_salt=one.cache_key,
             priority=policy.priority(request),
+            streaming=is_incremental,
             client_request_id=request.id,
             arrival_ns=request.arrival_ns,
         )
         live.on_output = self._wake
         timeout_s = policy.timeout_s(request)
-        timer = loop.call_later(timeout_s, self._expire) if timeout_s else None
-        try:
-            if self._is_cancelled:
-                live.cancel()
-            if not live.has_output:
-                await self._waiter
-            chunk = live.take()
-            # Behind ids without an end there is an error, which the next call raises.
-            return chunk if chunk.is_last else live.take()
-        finally:
-            if timer is not None:
-                timer.cancel()
-            live.abandon()
+        if timeout_s:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s, reject_waiting, live)
+        if self._is_cancelled:
+            live.cancel()
+
+    def cancel(self) -> None:
+        """End the sequence with its tokens so far; before `start` there are none."""
+        self._is_cancelled = True
+        if self._live is not None:
+            self._live.cancel()
+
+    def abandon(self) -> None:
+        """End the sequence at the engine; no reader is left."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._live is not None:
+            self._live.abandon()
+
+    async def next(self) -> TokenChunk:
+        """The ids since the last call. The chunk with the end may be empty.
+
+        Raises:
+            RequestError: the engine refused or lost the sequence.
+        """
+        live = self._live
+        assert live is not None
+        if not live.has_output:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return live.take()
 
     def _wake(self) -> None:
-        assert self._waiter is not None
-        if not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _expire(self) -> None:
-        assert self._live is not None
-        reject_waiting(self._live)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 def reject_waiting(live: LiveRequest) -> None:

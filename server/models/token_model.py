@@ -211,13 +211,38 @@ class TokenModel:
         Raises:
             RequestError: the engine is down, or refused or lost the request.
         """
+        stream = await self.start_one(request, one, is_incremental=False)
+        try:
+            chunk = await stream.next()
+            # Behind ids without an end there is an error, which the next call raises.
+            return chunk if chunk.is_last else await stream.next()
+        finally:
+            self.end_one(request, stream)
+
+    async def start_one(
+        self, request: InferRequest, one: OneSequence, *, is_incremental: bool
+    ) -> OneStream:
+        """Send a checked request of one sequence. The caller ends it by `end_one`.
+
+        Raises:
+            RequestError: the engine is down.
+        """
         stream = OneStream()
         self._running.setdefault(request.id, set()).add(stream)
         try:
             await self._gathering.join(1)
-            return await stream.run(self._engines, request, one, self._policy)
-        finally:
-            self._forget(request.id, stream)
+            stream.start(
+                self._engines, request, one, self._policy, is_incremental=is_incremental
+            )
+        except BaseException:
+            self.end_one(request, stream)
+            raise
+        return stream
+
+    def end_one(self, request: InferRequest, stream: OneStream) -> None:
+        """End a request of `start_one`, at the engine too."""
+        stream.abandon()
+        self._forget(request.id, stream)
 
     def _answers(
         self,
