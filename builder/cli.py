@@ -33,17 +33,12 @@ from trimaran.builder.settings import (
     add_draft_flags,
     add_model_flags,
     build_config,
-    load_source,
     pretrained_config,
     rank_mapping,
 )
+from trimaran.builder.smoothquant_flags import add_smoothquant_flags, checkpoint_source
 from trimaran.builder.stop_signals import run_stoppable
-from trimaran.builder.weight_only_flags import (
-    add_weight_only_flags,
-    check_calibrated,
-    checkpoint_of,
-    quantization_name,
-)
+from trimaran.builder.weight_only_flags import add_weight_only_flags
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
 from trimaran.comm.tokenizers.end_ids import summary
@@ -77,6 +72,7 @@ def add_arguments(parser: FlagSink) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check, but write nothing")
     parser.hide("max_output_len", "build_config")
     add_weight_only_flags(parser)
+    add_smoothquant_flags(parser)
     add_foreign_flags(parser, _FOREIGN)
 
 
@@ -88,8 +84,15 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, _FOREIGN))
-    source = load_source(checkpoint_of(args), quantization_name(args))
-    check_calibrated(args, source)
+    with checkpoint_source(args) as source:
+        mapping = _write(args, source)
+    if mapping is not None:
+        say_done("build", args.output, mapping, began)
+    return 0
+
+
+def _write(args: argparse.Namespace, source: EngineFolder) -> RankMapping | None:
+    """Write the engine folder; None if --dry-run wrote nothing."""
     _say_tokenizer(args.checkpoint)
     mapping = rank_mapping(args, source)
     config = with_kv_cache_dtype(args, source, pretrained_config(args, source))
@@ -104,7 +107,7 @@ def _build(args: argparse.Namespace) -> int:
             f"trimaran build: {args.output} can be built ({size:.1f} MiB); --dry-run wrote "
             "nothing"
         )
-        return 0
+        return None
     with replaced_folder(args.output) as folder:
         shards = _shards(args, source, config, mapping, folder)
         write_kv_scales(args, source, config, folder)
@@ -112,8 +115,7 @@ def _build(args: argparse.Namespace) -> int:
         write_head(head, folder, config, mapping)
         write_config(folder, engine_values(config, mapping, limits, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
-    say_done("build", args.output, mapping, began)
-    return 0
+    return mapping
 
 
 def _say_tokenizer(checkpoint: Path) -> None:

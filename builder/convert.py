@@ -26,20 +26,15 @@ from trimaran.builder.settings import (
     OtherNames,
     add_checkpoint_flags,
     add_model_flags,
-    load_source,
     pretrained_config,
     rank_mapping,
 )
+from trimaran.builder.smoothquant_flags import add_smoothquant_flags, checkpoint_source
 from trimaran.builder.stop_signals import run_stoppable
-from trimaran.builder.weight_only_flags import (
-    add_weight_only_flags,
-    check_calibrated,
-    checkpoint_of,
-    quantization_name,
-)
+from trimaran.builder.weight_only_flags import add_weight_only_flags
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
-from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind, RankMapping
 
 _OLDER_NAMES = OtherNames(
     checkpoint=("-i", "--in-file"),
@@ -60,6 +55,7 @@ def add_arguments(parser: FlagSink) -> None:
                         help="as --tp-size, into the output's folder N-gpu")  # fmt: skip
     parser.hide("tensor_parallelism")
     add_weight_only_flags(parser)
+    add_smoothquant_flags(parser)
     add_foreign_flags(parser, CONVERT_FLAGS)
 
 
@@ -72,8 +68,13 @@ def _convert(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
     args = _with_tensor_parallelism(args)
-    source = load_source(checkpoint_of(args), quantization_name(args))
-    check_calibrated(args, source)
+    with checkpoint_source(args) as source:
+        mapping = _write(args, source)
+    say_done("convert", args.output, mapping, began)
+    return 0
+
+
+def _write(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     if source.kind is not FolderKind.HUGGINGFACE:
         raise ConfigError(
             f"{args.checkpoint}: is converted already. Name the Hugging Face folder, or go on "
@@ -94,8 +95,7 @@ def _convert(args: argparse.Namespace) -> int:
         write_files(folder, tokenizer)
         write_config(folder, checkpoint_values(config, mapping, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
-    say_done("convert", args.output, mapping, began)
-    return 0
+    return mapping
 
 
 def _with_tensor_parallelism(args: argparse.Namespace) -> argparse.Namespace:

@@ -59,17 +59,11 @@ def _refused(
 
 CONVERT_FLAGS = (
     *_refused("use_qserve use_nvfp4", _QUANTIZED),
-    *_refused(
-        "smoothquant",
-        "it is fitted to texts, which is not done here: name a W8A8 folder of "
-        "compressed-tensors as --checkpoint",
-    ),
     *_refused("meta_ckpt_dir", "convert Meta's files to a Hugging Face folder and name that"),
     *_refused("cp_size", "context parallelism is not served; it must be 1", ("1",)),
     *_refused("model_type nougat", "encoder-decoder models are not served"),
     *_refused("rotary_scaling", "it comes from the checkpoint's config.json; change it there"),
     *_ignored(
-        "per_channel per_token "
         "use_parallel_embedding embedding_sharding_dim use_embedding_sharing "
         "load_by_shard load_model_on_cpu"
     ),

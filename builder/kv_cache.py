@@ -16,6 +16,7 @@ from trimaran.builder.quantization.calibration_text import (
     calibration_sequences,
     check_calibration,
 )
+from trimaran.builder.smoothquant_flags import reads_text
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
 from trimaran.worker.config.engine_folder import EngineFolder
@@ -59,7 +60,7 @@ def with_kv_cache_dtype(
     algorithm = ALGORITHMS.get(kind, "")
     if file is not None and algorithm:
         check_calibration(_FLAG, file, source)
-    elif file is not None:
+    elif file is not None and not reads_text(args):
         say_harmless(["--calib_dataset"])
     elif kind == "int8" and find_scales(source) is None:
         raise ConfigError(

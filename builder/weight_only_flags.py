@@ -83,7 +83,7 @@ def quantization_name(args: argparse.Namespace) -> str:
         ConfigError: flags contradict each other, or name what is not made here.
     """
     own: str = args.quantization
-    if not _is_on(args.use_weight_only):
+    if not is_on(args.use_weight_only):
         others = ("weight_only_precision", "per_group", "group_size")
         say_harmless([f"--{each}" for each in others if getattr(args, each) is not None])
         return own
@@ -99,7 +99,7 @@ def quantization_name(args: argparse.Namespace) -> str:
             f"--group_size {size}: groups have 32, 64 or 128 inputs. Name one of these."
         )
     name = "int8" if precision == "int8" else _GROUPED[size]
-    if precision == "int8" and _is_on(args.per_group):
+    if precision == "int8" and is_on(args.per_group):
         raise ConfigError(
             "--per_group: int8 has a scale a row. Leave the flag out, or name "
             "--weight_only_precision int4."
@@ -120,7 +120,7 @@ def check_calibrated(args: argparse.Namespace, source: EngineFolder) -> None:
     """
     precision = (args.weight_only_precision or "").lower()
     method = _CALIBRATED.get(precision)
-    if not _is_on(args.use_weight_only) or method is None:
+    if not is_on(args.use_weight_only) or method is None:
         return
     quantization = source.config.quantization
     if quantization is None or quantization.method != method:
@@ -133,5 +133,6 @@ def check_calibrated(args: argparse.Namespace, source: EngineFolder) -> None:
         )
 
 
-def _is_on(word: str | None) -> bool:
+def is_on(word: str | None) -> bool:
+    """Whether a flag with an optional value was given, and not switched off."""
     return word is not None and word.lower() not in _OFF

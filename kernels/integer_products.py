@@ -60,10 +60,13 @@ class _GpuProduct:
     as floats, which hold them exactly.
     """
 
-    def __init__(self, columns: Columns, *, has_byte_inputs: bool, is_fixed: bool) -> None:
+    def __init__(
+        self, weight: IntegerWeight, columns: Columns, *, has_byte_inputs: bool, is_fixed: bool
+    ) -> None:
         self._columns = columns
         self._is_fixed = is_fixed
         self._has_byte_inputs = has_byte_inputs
+        self._input_scale = weight.input_scale
 
     def __call__(
         self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
@@ -72,7 +75,7 @@ class _GpuProduct:
         dtype = dtype or x_TD.dtype
         if not self._has_byte_inputs:
             return self._multiply(self._columns.gather(x_TD), bias_E, dtype)
-        values_TD, scales_T1 = quantize_inputs(x_TD)
+        values_TD, scales_T1 = quantize_inputs(x_TD, self._input_scale)
         x_TK = self._columns.gather(values_TD.to(x_TD.dtype))
         total_TE = self._multiply(x_TK, None, torch.float32) * scales_T1
         return (total_TE if bias_E is None else total_TE + bias_E).to(dtype)
@@ -90,7 +93,7 @@ class TritonIntegerProduct(_GpuProduct):
 
     def __init__(self, weight: IntegerWeight, *, has_byte_inputs: bool, is_fixed: bool) -> None:
         columns = Columns.of(weight)
-        super().__init__(columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
+        super().__init__(weight, columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
         self._steps = _steps_of(weight, columns)
 
     @property
@@ -122,7 +125,7 @@ class HopperIntegerProduct(_GpuProduct):
         is_gated: bool = False,
     ) -> None:
         columns = Columns.of(weight)
-        super().__init__(columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
+        super().__init__(weight, columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
         self._units = pack_units(weight, columns)
         # Bytes of inputs are multiplied by exact integers.
         self._can_round = not (is_fixed or has_byte_inputs) and bool(

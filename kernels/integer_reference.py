@@ -1,7 +1,7 @@
 """Products by integer weights in plain torch: what the fast kernels are compared with.
 
 Weights are dequantized in float32. Inputs of signed bytes are rounded to the nearest, halves to
-even, with a float32 scale a token, 1/127 of the largest magnitude.
+even, with a float32 scale a token, 1/127 of the largest magnitude, or with the weight's.
 """
 
 from __future__ import annotations
@@ -67,10 +67,16 @@ def dequantize(weight: IntegerWeight, dtype: torch.dtype = torch.float32) -> Ten
     return ((integers_ED.to(torch.int16) - zeros).float() * scales_ED).to(dtype)
 
 
-def quantize_inputs(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [T, D], and float32 scales [T, 1]."""
-    peaks_T1 = x_TD.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_PEAK)
-    scales_T1 = peaks_T1 / torch.full_like(peaks_T1, LARGEST_INPUT)
+def quantize_inputs(x_TD: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int8 values [T, D], and float32 scales [T, 1]; or ``scale`` [] for all tokens, by which
+    larger inputs are clamped."""
+    peaks_T1 = x_TD.abs().amax(1, keepdim=True).float()
+    if scale is None:
+        peaks_T1 = peaks_T1.clamp_min(_SMALLEST_PEAK)
+        scales_T1 = peaks_T1 / torch.full_like(peaks_T1, LARGEST_INPUT)
+    else:
+        # A token whose inputs are no numbers has no scale: bytes would hide these inputs.
+        scales_T1 = scale + 0.0 * peaks_T1
     values = (x_TD.float() * scales_T1.reciprocal()).round()
     return values.clamp(-LARGEST_INPUT, LARGEST_INPUT).to(torch.int8), scales_T1
 
@@ -95,7 +101,7 @@ class ReferenceIntegerProduct:
         """See `IntegerProduct`."""
         weight_ED = dequantize(self._weight)
         if self._has_byte_inputs:
-            values, scales_T1 = quantize_inputs(x_TD)
+            values, scales_T1 = quantize_inputs(x_TD, self._weight.input_scale)
             total_TE = values.float() @ weight_ED.T * scales_T1
         else:
             total_TE = x_TD.float() @ weight_ED.T

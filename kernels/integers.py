@@ -64,6 +64,9 @@ class IntegerWeight(NamedTuple):
     is_fp4: bool = False
     """Whether the 4 bits are codes of `FP4_NUMBERS`; then there are no zeros and minimums."""
 
+    input_scale: Tensor | None = None
+    """float32 []: the scale of inputs of signed bytes; None: each token has one."""
+
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""

@@ -6,6 +6,7 @@ import argparse
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.builder.quantization.calibration_text import (
@@ -13,11 +14,15 @@ from trimaran.builder.quantization.calibration_text import (
     SEQUENCE_TOKENS,
     check_calibration,
 )
+from trimaran.builder.smoothquant_flags import DEFAULT_STRENGTH, strength_of
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.quantization import LOAD_METHODS
+
+if TYPE_CHECKING:
+    from trimaran.builder.quantization.quantized_folder import QuantizedFolder
 
 
 def add_arguments(parser: FlagSink) -> None:
@@ -27,7 +32,8 @@ def add_arguments(parser: FlagSink) -> None:
     parser.add_argument("--output", "--output-dir", type=Path, required=True, metavar="DIR",
                         help="a new folder")  # fmt: skip
     parser.add_argument("--qformat", metavar="NAME",
-                        help="TensorRT-LLM's fp8, int8_wo, int4_wo or int4_awq")  # fmt: skip
+                        help="TensorRT-LLM's fp8, int8_wo, int4_wo, int4_awq or "
+                        "int8_sq")  # fmt: skip
     parser.add_argument("--quantization", choices=LOAD_METHODS,
                         help="FP8, or integers of 8 or 4 bits (fp8)")  # fmt: skip
     parser.add_argument("--calib", "--calib_dataset", "--calib-dataset", metavar="FILE",
@@ -38,16 +44,18 @@ def add_arguments(parser: FlagSink) -> None:
     parser.add_argument("--auto_quantize_bits", "--auto-quantize-bits", type=float,
                         metavar="BITS", help="most bits of a weight in the mean: with --calib "
                         "the most sensitive layers stay floats")  # fmt: skip
+    parser.add_argument("--smoothquant", metavar="A",
+                        help="strength of --qformat int8_sq: above 0, at most 1 "
+                        f"({DEFAULT_STRENGTH})")  # fmt: skip
 
 
 _FITTED = "int4_awq"
 """A format whose weights are fitted to a text."""
 
+_SMOOTHED = "int8_sq"
+"""A format of INT8 weights and inputs, whose outliers a text shows."""
+
 _QFORMATS = {"fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4", _FITTED: "int4"}
-_QFORMAT_REASONS = {
-    "int8_sq": "INT8 inputs need weights that SmoothQuant has changed, which is not done here: "
-    "quantize with llm-compressor, whose W8A8 folders are served, or name int8_wo",
-}
 
 
 def _scheme_name(args: argparse.Namespace) -> str:
@@ -61,8 +69,8 @@ def _scheme_name(args: argparse.Namespace) -> str:
     if form is None:
         return name or LOAD_METHODS[0]
     if form not in _QFORMATS:
-        reason = _QFORMAT_REASONS.get(form, "such weights are not made here")
-        raise ConfigError(f"--qformat {form}: {reason}. Made are {', '.join(_QFORMATS)}.")
+        made = ", ".join((*_QFORMATS, _SMOOTHED))
+        raise ConfigError(f"--qformat {form}: such weights are not made here. Made are {made}.")
     if form == _FITTED and args.calib is None:
         raise ConfigError(
             f"--qformat {form}: such weights are fitted to a text. Add --calib FILE, or name "
@@ -88,6 +96,14 @@ def _quantize(args: argparse.Namespace) -> int:
     if source.kind is not FolderKind.HUGGINGFACE:
         raise ConfigError(
             f"{args.checkpoint}: holds the shards of ranks. Name the Hugging Face folder."
+        )
+    if args.qformat == _SMOOTHED:
+        _write(args, _smoothed(args, source), began)
+        return 0
+    if args.smoothquant is not None:
+        raise ConfigError(
+            f"--smoothquant {args.smoothquant}: is the strength of --qformat {_SMOOTHED}. Name "
+            "that format, or leave the flag out."
         )
     floats = source.config
     source = source.quantized(_scheme_name(args))
@@ -115,10 +131,51 @@ def _quantize(args: argparse.Namespace) -> int:
                 f"trimaran quantize: {len(kept.names)} weights stay floats, {kept.bits:.2f} "
                 f"bits in the mean; the others cause {100 * kept.share:.0f} % of the divergence"
             )
+    _write(args, folder, began)
+    return 0
+
+
+def _smoothed(args: argparse.Namespace, source: EngineFolder) -> QuantizedFolder:
+    """The folder of ``--qformat int8_sq``, with a scale for each row and token.
+
+    Raises:
+        ConfigError: flags contradict each other, or the checkpoint cannot be smoothed.
+    """
+    form = f"--qformat {_SMOOTHED}"
+    if args.calib is None:
+        raise ConfigError(
+            f"{form}: SmoothQuant measures the inputs of products on a text. Add --calib FILE, "
+            "or name int8_wo, whose inputs stay floats."
+        )
+    for flag in ("quantization", "auto_quantize_bits"):
+        value = getattr(args, flag)
+        if value is not None:
+            raise ConfigError(
+                f"{form} makes INT8 of all linear layers, but --{flag} is {value}. Leave one "
+                "of them out."
+            )
+    from trimaran.builder.quantization.smoothquant import (  # imports torch
+        CalibrationText,
+        SmoothQuant,
+        smoothed_folder,
+    )
+
+    strength = DEFAULT_STRENGTH
+    if args.smoothquant is not None:
+        strength = strength_of("--smoothquant", args.smoothquant)
+        if not strength:
+            raise ConfigError(
+                f"--smoothquant {args.smoothquant}: {form} needs a strength above 0. Name "
+                f"{DEFAULT_STRENGTH}, or leave the flag out."
+            )
+    text = CalibrationText("--calib", args.calib, args.calib_size)
+    return smoothed_folder(source, SmoothQuant(strength=strength), text)
+
+
+def _write(args: argparse.Namespace, folder: QuantizedFolder, began: float) -> None:
     folder.write(args.output)
     print(
         f"trimaran quantize: wrote {args.output}: {folder.num_quantized} weights in "
         f"{folder.numbers}, {folder.num_bytes / 2**20:.1f} MiB, "
         f"{time.monotonic() - began:.1f} s"
     )
-    return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trimaran.builder.quantization.calibrated_weights import (
     calibrated_weights,
     float_weights,
 )
-from trimaran.builder.quantization.quantized_forms import form_of
+from trimaran.builder.quantization.quantized_forms import QuantizedForm, form_of
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.engine_folder import CONFIG_FILE, EngineFolder
@@ -46,8 +47,8 @@ class QuantizedFolder:
     them. Memory holds one tensor, unless weights are fitted to a text.
     """
 
-    def __init__(self, source: EngineFolder) -> None:
-        """``source`` is quantized as it is read.
+    def __init__(self, source: EngineFolder, form: QuantizedForm | None = None) -> None:
+        """``source`` is quantized as it is read; ``form`` is that of its scheme unless given.
 
         Raises:
             ConfigError: the checkpoint does not fit its configuration, or is not served
@@ -56,7 +57,8 @@ class QuantizedFolder:
         self._source = source
         quantization = source.config.quantization
         assert quantization is not None, "quantized as it is read"
-        self._form = form_of(quantization.rules[0].scheme)
+        self._form = form or form_of(quantization.rules[0].scheme)
+        self._floats: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
         unread = [path for path in source.weight_files if not is_safetensors(path)]
         if unread:
             raise ConfigError(
@@ -124,6 +126,11 @@ class QuantizedFolder:
             del self._parts[name], self._calibrated[name]
         self.num_quantized = len(self._parts)
         return kept
+
+    def use_floats(self, floats: Callable[[str, Tensor], Tensor]) -> None:
+        """Let ``floats`` change tensors, which are named, before they are quantized; others
+        keep their shape and dtype."""
+        self._floats = floats
 
     def write(self, output: Path) -> None:
         """Write the folder, which appears whole or not at all.
@@ -193,6 +200,7 @@ class QuantizedFolder:
 
     def _made(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """What becomes of a tensor: itself, or its quantized values and their scales."""
+        tensor = self._floats(name, tensor)
         if name not in self._parts:
             return [(name, tensor)]
         return self._calibrated.get(name) or self._form.tensors(name, tensor)

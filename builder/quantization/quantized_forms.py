@@ -121,7 +121,7 @@ class Fp8Form:
             }  # fmt: skip
         inputs = {**_FLOATS, "strategy": "token", "dynamic": True}
         weights = {**_FLOATS, "strategy": "channel", "dynamic": False}
-        return _compressed("float-quantized", weights, inputs, kept)
+        return compressed("float-quantized", weights, inputs, kept)
 
     def _scale_of(self, name: str) -> str:
         return f"{name}_scale{'' if self._block is None else '_inv'}"
@@ -184,7 +184,7 @@ class PackedForm:
             "num_bits": self._scheme.bits, "type": "int", "symmetric": True, "dynamic": False,
             "strategy": "channel" if size is None else "group", "group_size": size,
         }  # fmt: skip
-        return _compressed("pack-quantized", weights, None, kept)
+        return compressed("pack-quantized", weights, None, kept)
 
 
 def _fp8_grid(floats: Tensor, scales: Tensor) -> Tensor:
@@ -199,9 +199,11 @@ def _words(integers_ED: Tensor, bits: int) -> Tensor:
     return integer_reference.pack(padded, bits).contiguous().view(torch.int32)
 
 
-def _compressed(
+def compressed(
     form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, kept: list[str]
 ) -> dict[str, Any]:
+    """The description of linear layers in one format of compressed-tensors; modules that are
+    ``kept`` stay floats."""
     group = {
         "targets": ["Linear"], "weights": weights, "input_activations": inputs,
         "output_activations": None,

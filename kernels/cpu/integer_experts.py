@@ -65,7 +65,7 @@ def _row_of(weight: CpuIntegerWeight) -> Tensor:
         parts.append((end, tensor.reshape(-1).view(torch.uint8)))
         end = _padded(end + tensor.nbytes)
     row = torch.zeros(end, dtype=torch.uint8)
-    head = torch.tensor([*places, *weight.numbers, 0], dtype=torch.int64)
+    head = torch.tensor([*places, *weight.numbers, 0, 0], dtype=torch.int64)
     row[: head.nbytes] = head.view(torch.uint8)
     for place, each in parts:
         row[place : place + len(each)] = each

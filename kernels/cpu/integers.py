@@ -67,9 +67,9 @@ class CpuIntegerWeight(NamedTuple):
         return self[:5]
 
 
-DESCRIPTION = "=12q"
-"""The kernels' description of a weight: addresses of its tensors, its numbers, and whether
-inputs are bytes."""
+DESCRIPTION = "=12qd"
+"""The kernels' description of a weight: addresses of its tensors, its numbers, whether inputs
+are bytes, and the scale of these, or 0."""
 
 
 class CpuIntegerProduct:
@@ -80,7 +80,10 @@ class CpuIntegerProduct:
         self._outputs = weight.shape[0]
         self._weight = CpuIntegerWeight.of(weight)
         addresses = [_address(each) for each in self._weight.tensors]
-        numbers = struct.pack(DESCRIPTION, *addresses, *self._weight.numbers, has_byte_inputs)
+        scale = 0.0 if weight.input_scale is None else float(weight.input_scale)
+        numbers = struct.pack(
+            DESCRIPTION, *addresses, *self._weight.numbers, has_byte_inputs, scale
+        )
         self._struct = ctypes.create_string_buffer(numbers)
 
     @property

@@ -115,8 +115,7 @@ def compressed_integers(group: Mapping[str, Any], form: str) -> IntegerScheme:
     if strategy not in ("tensor", "channel", "group"):
         raise NotServedError(f"strategy {strategy}")
     size = _group_size(weights["group_size"]) if strategy == "group" else None
-    if inputs:
-        _check_inputs(inputs, bits)
+    activations = _activations(inputs, bits) if inputs else None
     order = weights.get("actorder")
     order = {True: "group", False: None}.get(order, order)
     if order not in (None, "group", "static", "weight", "dynamic"):
@@ -127,13 +126,13 @@ def compressed_integers(group: Mapping[str, Any], form: str) -> IntegerScheme:
         zeros=Zeros.NONE if weights.get("symmetric", True) else Zeros.POINT,
         # Only this kind leaves inputs in the groups of another order.
         has_order=order in ("group", "dynamic") and size is not None,
-        activations=Activations.TOKEN if inputs else None,
+        activations=activations,
         layout=Layout.PACKED if form == "pack-quantized" else Layout.PLAIN,
     )
 
 
-def _check_inputs(inputs: Mapping[str, Any], bits: int) -> None:
-    """Refuse inputs that are not signed bytes with a scale a token."""
+def _activations(inputs: Mapping[str, Any], bits: int) -> Activations:
+    """The scales of inputs, which must be signed bytes."""
     found = inputs.get("num_bits"), inputs.get("type")
     if found != (8, "int") or bits != 8:
         raise NotServedError(
@@ -141,11 +140,13 @@ def _check_inputs(inputs: Mapping[str, Any], bits: int) -> None:
         )
     if inputs.get("symmetric", True) is not True:
         raise NotServedError("inputs with zero points")
-    # A scale per token is finer than a scale of the whole batch.
-    if inputs.get("dynamic") is not True or inputs.get("strategy") not in ("token", "tensor"):
-        strategy = inputs.get("strategy")
+    is_dynamic = inputs.get("dynamic") is True
+    strategy = inputs.get("strategy") or "tensor"
+    if strategy not in (("token", "tensor") if is_dynamic else ("tensor",)):
         kind = "dynamic" if inputs.get("dynamic") else "static"
         raise NotServedError(f"{kind} INT8 inputs with a scale by {strategy}")
+    # A scale per token is finer than a scale of the whole batch.
+    return Activations.TOKEN if is_dynamic else Activations.STATIC
 
 
 def _bits(value: Any) -> int:

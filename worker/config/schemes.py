@@ -138,7 +138,7 @@ class IntegerScheme:
 
     A weight is ``(integer - zero) * scale``, or ``integer * scale + minimum``; or the integer
     is the code of an FP4 number, times ``scale``. Inputs keep the model's dtype, or are signed
-    bytes with a scale a token.
+    bytes with a scale a token, or a static one.
     """
 
     kind: ClassVar[str] = "integer"
@@ -167,11 +167,17 @@ class IntegerScheme:
                 f"groups of {self.group_size} inputs are not served: 2 is the least. Name a "
                 "checkpoint in another format"
             )
-        if self.activations not in (None, Activations.TOKEN):
+        if self.activations is Activations.GROUP:
             raise ConfigError(
                 f"inputs with a scale by {self.activations.value} are not served beside "
-                "integer weights. Name a checkpoint whose inputs have a scale a token, or none"
+                "integer weights. Name a checkpoint whose inputs have a scale a token or a "
+                "static one, or none"
             )
+
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether the checkpoint holds the scale of inputs."""
+        return self.activations is Activations.STATIC
 
     @property
     def is_fp4(self) -> bool:
@@ -204,7 +210,8 @@ class IntegerScheme:
     def algorithm(self) -> str:
         """TensorRT-LLM's name."""
         if self.activations is not None:
-            return "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN"
+            is_static = self.activations is Activations.STATIC
+            return f"W8A8_SQ_PER_CHANNEL_PER_{'TENSOR' if is_static else 'TOKEN'}_PLUGIN"
         endings = {
             Layout.AWQ: "_AWQ", Layout.GPTQ: "_GPTQ", Layout.GPTQ_V2: "_GPTQ",
             Layout.MXFP4: "_MXFP4", Layout.NVFP4: "_NVFP4", Layout.NVFP4_PACKED: "_NVFP4",

@@ -16,7 +16,7 @@ from trimaran.kernels.integer_reference import (
 )
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.worker.config.schemes import IntegerScheme, Layout
-from trimaran.worker.quantization.fp8_linear import scale_prefix
+from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, scale_prefix
 
 # Shapes: D inner width, E outputs, G groups of inputs.
 
@@ -28,7 +28,7 @@ WEIGHT_GROUP = "weight_group"
 WEIGHT_GLOBAL = "weight_global"
 """The common factor of all scales, which no parameter holds."""
 
-_KINDS = (WEIGHT_SCALE, WEIGHT_ZERO, WEIGHT_MINIMUM, WEIGHT_GROUP)
+_KINDS = (WEIGHT_SCALE, WEIGHT_ZERO, WEIGHT_MINIMUM, WEIGHT_GROUP, INPUT_SCALE)
 
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -50,7 +50,8 @@ def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
     """A whole tensor of a checkpoint as a parameter of the kind ``name`` takes it.
 
     uint8 [E, D] of integers, float32 [E, G] of scales or uint8 of their exponents, int16 [E, G]
-    of zero points, or int32 [D] of the inputs' groups. Packed tensors may have values of
+    of zero points, int32 [D] of the inputs' groups, or float32 [] or [1] of the inputs' scale.
+    Packed tensors may have values of
     padding at the end.
     """
     if scheme.layout is Layout.GGUF:
@@ -67,7 +68,7 @@ def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
         return _scales(scheme, tensor)
     if name == WEIGHT_ZERO:
         return _zeros(scheme, tensor)
-    return tensor.to(torch.int32)
+    return tensor.float() if name == INPUT_SCALE else tensor.to(torch.int32)
 
 
 def with_global_scale(scheme: IntegerScheme, scales: Tensor, factor: Tensor) -> Tensor:

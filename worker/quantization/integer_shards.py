@@ -12,7 +12,11 @@ from trimaran.kernels.integer_reference import pack, powers_of_two, regular_grou
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.worker.config.schemes import IntegerScheme, Zeros
 from trimaran.worker.layers.linear import WeightShapeError, check_shape
-from trimaran.worker.quantization.fp8_linear import ShardedLayer
+from trimaran.worker.quantization.fp8_linear import (
+    INPUT_SCALE,
+    ShardedLayer,
+    load_input_scale,
+)
 from trimaran.worker.quantization.integer_formats import (
     WEIGHT,
     WEIGHT_GROUP,
@@ -44,7 +48,8 @@ class IntegerShards:
         """Shapes and dtypes by kind, for a rank's weight of ``shape`` [E, D]: uint8 integers
         [E, D] or [E, D / 2], float32 scales [E, G] or the uint8 exponents of powers of two,
         biased by 127; as the scheme has them, int16 zero points
-        [E, G], float32 minimums [E, G] and int32 groups of inputs [D].
+        [E, G], float32 minimums [E, G], int32 groups of inputs [D], and a float32 scale of
+        inputs for each stacked matrix.
 
         Raises:
             ConfigError: an odd number of inputs does not fill bytes.
@@ -68,6 +73,8 @@ class IntegerShards:
             found[WEIGHT_MINIMUM] = groups, torch.float32
         if scheme.has_order:
             found[WEIGHT_GROUP] = (inner,), torch.int32
+        if scheme.has_input_scale:
+            found[INPUT_SCALE] = (len(sharded.output_parts),), torch.float32
         return found
 
     def load(
@@ -88,6 +95,8 @@ class IntegerShards:
             self._load_integers(sharded, parameter, loaded, shard)
         elif kind == WEIGHT_GROUP:
             self._load_order(sharded, parameter, loaded)
+        elif kind == INPUT_SCALE:
+            load_input_scale(sharded, parameter, loaded, shard)
         else:
             self._load_groups(sharded, parameter, loaded, shard)
 
@@ -106,6 +115,8 @@ class IntegerShards:
         if zeros is not None and bool((zeros == half).all()):
             zeros = None
         scales = tensors[WEIGHT_SCALE]
+        # Inputs that one of the stacked matrices was calibrated for must fit.
+        static = tensors.get(INPUT_SCALE)
         return IntegerWeight(
             tensors[WEIGHT],
             powers_of_two(scales) if self.scheme.has_power_scales else scales,
@@ -114,6 +125,7 @@ class IntegerShards:
             zeros,
             tensors.get(WEIGHT_MINIMUM),
             self.scheme.is_fp4,
+            None if static is None else static.max(),
         )
 
     def _group_range(self, sharded: ShardedLayer) -> tuple[int, int]:

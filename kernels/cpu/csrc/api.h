@@ -31,6 +31,8 @@ struct IntegerWeights {
   const int32_t* segments;
   // Whether halves of bytes are codes of FP4 numbers; scales are then of twice the numbers.
   long bits, k, num_segments, num_scales, outputs, is_fp4, has_byte_inputs;
+  // The scale of byte inputs; 0: each row has its own.
+  double input_scale;
 };
 struct IntegerArgs {
   long dtype, float_output;

@@ -179,7 +179,7 @@ void quantize_segment(const float* x, long count, bool has_rest, int16_t* values
   }
 }
 
-// Signed bytes of a row, with one scale: 1/127 of the largest.
+// Signed bytes of a row, with the weight's scale of inputs, or one scale: 1/127 of the largest.
 void quantize_row(const IntegerWeights& w, const float* x, int16_t* values, float* scales,
                   int32_t* sums, float* row_scale) {
   float largest = 0.0f;
@@ -188,7 +188,8 @@ void quantize_row(const IntegerWeights& w, const float* x, int16_t* values, floa
     is_finite &= magnitude_bits(x[i]) < kInfinite;
     largest = std::max(largest, std::fabs(x[i]));
   }
-  *row_scale = is_finite ? std::max(largest, 1e-10f) / 127.0f : NAN;
+  float scale = w.input_scale > 0 ? (float)w.input_scale : std::max(largest, 1e-10f) / 127.0f;
+  *row_scale = is_finite ? scale : NAN;
   float by = is_finite ? 1.0f / *row_scale : 0.0f;
   for (long s = 0; s < w.num_segments; ++s) {
     const int32_t* segment = w.segments + 3 * s;

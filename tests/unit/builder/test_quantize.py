@@ -129,8 +129,7 @@ def test_models_that_cannot_be_quantized_are_refused(gpt2, llama, trimaran, tmp_
     ("flags", "words"),
     [
         (("--qformat", "int4_awq"), "fitted to a text. Add --calib FILE"),
-        (("--qformat", "int8_sq"), "which is not done here"),
-        (("--qformat", "nvfp4"), "Made are fp8, int8_wo, int4_wo, int4_awq"),
+        (("--qformat", "nvfp4"), "Made are fp8, int8_wo, int4_wo, int4_awq, int8_sq"),
         (("--calib_size", "2"), "--calib_size counts sequences of a text. Add --calib FILE"),
         (("--auto_quantize_bits", "10"), "compares predictions of a text. Add --calib FILE"),
         (("--calib", "missing.txt"), "holds no tokenizer for the text"),

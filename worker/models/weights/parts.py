@@ -258,6 +258,10 @@ def _integer_parts(
         if factor is not None and name == WEIGHT_SCALE:
             others = ((WEIGHT_GLOBAL, factor),)
         yield Part(source, made, Conversion.UNPACKED, scheme=scheme, others=others)
+    if scheme.has_input_scale:
+        source = _found(found, stored, part_key(key, INPUT_SCALE))
+        scale = WeightTarget(parameter_name(weight, INPUT_SCALE), target.shard)
+        yield Part(source, scale, Conversion.UNPACKED, scheme=scheme)
 
 
 def _gguf_parts(

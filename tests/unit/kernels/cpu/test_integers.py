@@ -60,12 +60,12 @@ def library(request):
         yield load_library()
 
 
-@pytest.mark.parametrize("has_byte_inputs", [False, True])
+@pytest.mark.parametrize("inputs", ["floats", "bytes", "static bytes"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_products_are_those_of_the_twin_and_each_row_is_independent(
-    library, case, has_byte_inputs
-):
-    weight = weight_of(case)
+def test_products_are_those_of_the_twin_and_each_row_is_independent(library, case, inputs):
+    weight, has_byte_inputs = weight_of(case), inputs != "floats"
+    if inputs == "static bytes":
+        weight = weight._replace(input_scale=torch.tensor(0.5))
     outputs, inner = weight.shape
     twin = ReferenceIntegerProduct(weight, has_byte_inputs=has_byte_inputs)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -89,11 +89,14 @@ def test_inputs_that_are_no_numbers_make_no_numbers(library):
     weight = weight_of("4-bits")
     x = torch.ones(3, 512, dtype=torch.bfloat16)
     x[0, 5], x[1, 300] = float("nan"), float("inf")
-    for has_byte_inputs in (False, True):
+    static = weight._replace(input_scale=torch.tensor(0.5))
+    for each, has_byte_inputs in ((weight, False), (weight, True), (static, True)):
         product = CpuOps(library, torch.bfloat16, 1).integer_product(
-            weight, has_byte_inputs=has_byte_inputs
+            each, has_byte_inputs=has_byte_inputs
         )
         assert product(x).isnan().all(1).tolist() == [True, True, False]
+    twin = ReferenceIntegerProduct(static, has_byte_inputs=True)
+    assert twin(x).isnan().all(1).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("case", ["8-bits-rows", "4-bits"])

@@ -44,10 +44,12 @@ def weight_of(name, outputs=72, inner=256):
     )
 
 
-@pytest.mark.parametrize("has_byte_inputs", [False, True])
+@pytest.mark.parametrize("inputs", ["floats", "bytes", "static bytes"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_products_are_those_of_the_twin(name, has_byte_inputs):
-    weight = weight_of(name)
+def test_products_are_those_of_the_twin(name, inputs):
+    weight, has_byte_inputs = weight_of(name), inputs != "floats"
+    if inputs == "static bytes":
+        weight = weight._replace(input_scale=torch.tensor(0.02))
     x = torch.randn((5, 264), generator=torch.Generator().manual_seed(1)).half()[:, :256]
     bias = torch.randn(72).half()
     product = TritonIntegerProduct(weight, has_byte_inputs=has_byte_inputs, is_fixed=False)

@@ -51,6 +51,10 @@ def _gptq(bits: int = 4, group: int = GROUP, **more: Any) -> dict[str, Any]:
 _W4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
 _W8 = {"num_bits": 8, "strategy": "channel", "symmetric": True}
 _TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+_STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+INPUT_SCALE = 4 / 127
+"""The static scale of inputs, which clamps some of them."""
+
 FORMS = {
     "gptq": Form(_gptq(), "gptq"),
     "gptq-v2": Form(_gptq(checkpoint_format="gptq_v2"), "gptq"),
@@ -71,7 +75,14 @@ FORMS = {
                          is_symmetric=True),
     "plain-bytes": Form(compressed("int-quantized", **_W8, inputs=_TOKENS), "plain", 8, None,
                         is_symmetric=True),
+    "plain-static-bytes": Form(compressed("int-quantized", **_W8, inputs=_STATIC), "plain", 8,
+                               None, is_symmetric=True),
 }  # fmt: skip
+
+
+def has_static_inputs(form: Form) -> bool:
+    """Whether inputs become bytes with the scale `INPUT_SCALE`."""
+    return "'dynamic': False" in str(form.config)
 
 
 class Numbers(NamedTuple):
@@ -146,7 +157,10 @@ def stored(numbers: Numbers, form: Form) -> dict[str, Tensor]:
             "scales": scales.t().contiguous(),
         }
     if form.kind == "plain":
-        return {"weight": (integers - half).to(torch.int8), "weight_scale": scales}
+        made = {"weight": (integers - half).to(torch.int8), "weight_scale": scales}
+        if has_static_inputs(form):
+            made["input_scale"] = torch.tensor([INPUT_SCALE])
+        return made
     tensors = {
         "weight_packed": words(integers, bits),
         "weight_scale": scales,

@@ -47,11 +47,11 @@ def loaded(folder, rank=0, size=1):
     return model
 
 
-def quantize_inputs_of(model):
+def quantize_inputs_of(model, scale=None):
     """Let transformers' linear layers see their inputs as bytes."""
 
     def quantized(module, args):
-        values, scales = quantize_inputs(args[0].flatten(0, -2))
+        values, scales = quantize_inputs(args[0].flatten(0, -2), scale)
         return ((values.float() * scales).view_as(args[0]),)
 
     for name, module in model.named_modules():
@@ -75,9 +75,11 @@ def test_dequantized_weights_equal_the_formats_numbers_to_the_bit(form, tmp_path
 def test_logits_are_those_of_transformers_on_the_dequantized_weights(form, ops, tmp_path):
     folder = integer_checkpoints.make(tmp_path, form, CONFIG)
     theirs = models.load_huggingface(tmp_path / "floats", CONFIG)
-    has_byte_inputs = "token" in str(form.config)
+    is_static = integer_checkpoints.has_static_inputs(form)
+    has_byte_inputs = is_static or "token" in str(form.config)
     if has_byte_inputs:
-        quantize_inputs_of(theirs)
+        scale = torch.tensor(integer_checkpoints.INPUT_SCALE) if is_static else None
+        quantize_inputs_of(theirs, scale)
     ours = models.load_ours(folder, ops=OPS[ops](torch.float32))
     (prompt,) = models.prompts(40)
 
@@ -111,7 +113,9 @@ def test_biases_that_the_model_lacks_may_be_zero(value, tmp_path):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["gptq-desc-act", "packed", "plain-bytes"])
+@pytest.mark.parametrize(
+    "name", ["gptq-desc-act", "packed", "plain-bytes", "plain-static-bytes"]
+)
 def test_a_token_does_not_depend_on_other_tokens_of_its_step(name, tmp_path):
     folder = integer_checkpoints.make(tmp_path, FORMS[name], CONFIG)
     ours = models.load_ours(folder, ops=OPS["cpu kernels"](torch.float32))
@@ -244,9 +248,9 @@ REFUSED = {
     "checkpoint_format marlin": {
         "quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin",
     },
-    "static INT8 inputs with a scale by tensor": compressed(
+    "static INT8 inputs with a scale by channel": compressed(
         "int-quantized", num_bits=8, strategy="channel",
-        inputs={"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False},
+        inputs={"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False},
     ),
     "inputs with zero points": compressed(
         "int-quantized", num_bits=8, strategy="channel",
