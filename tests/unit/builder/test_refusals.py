@@ -93,7 +93,7 @@ def test_impossible_numbers_of_build_processes_are_refused(command, tmp_path, ca
     "flag",
     [
         "--use_nvfp4",
-        "--smoothquant=0.5", "--weight_streaming", "--nougat",
+        "--weight_streaming", "--nougat",
         "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=65",
         "--cp_size=2", "--kv_cache_type=continuous", "--paged_kv_cache=disable",
         "--max_multimodal_len=64", "--meta_ckpt_dir=x",
