@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trimaran.builder.foreign_flags import FlagSink, say_harmless
+from trimaran.builder.quantization.smoothing_strength import strength_of
 from trimaran.builder.settings import load_source
 from trimaran.builder.weight_only_flags import (
     check_calibrated,
@@ -21,7 +22,6 @@ from trimaran.builder.weight_only_flags import (
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder
 
-DEFAULT_STRENGTH = 0.5
 _FLAG = "--smoothquant"
 
 
@@ -35,26 +35,6 @@ def add_smoothquant_flags(parser: FlagSink) -> None:
     parser.add_argument("--per_token", nargs="?", const="enable", metavar="X",
                         help="with --smoothquant: a scale for each token")  # fmt: skip
     parser.hide("smoothquant", "per_channel", "per_token")
-
-
-def strength_of(flag: str, word: str | None) -> float:
-    """The strength that a flag names; 0.0 if SmoothQuant is off.
-
-    Raises:
-        ConfigError: the word is no number, or the number is not from 0 to 1.
-    """
-    if word is None or not is_on(word):
-        return 0.0
-    try:
-        strength = float(word)
-    except ValueError:
-        strength = -1.0
-    if not 0 <= strength <= 1:
-        raise ConfigError(
-            f"{flag} {word}: the strength is from 0 to 1. Name {DEFAULT_STRENGTH}, or "
-            "a larger number where inputs have large outliers."
-        )
-    return strength
 
 
 def reads_text(args: argparse.Namespace) -> bool:

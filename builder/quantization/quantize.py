@@ -14,7 +14,7 @@ from trimaran.builder.quantization.calibration_text import (
     SEQUENCE_TOKENS,
     check_calibration,
 )
-from trimaran.builder.smoothquant_flags import DEFAULT_STRENGTH, strength_of
+from trimaran.builder.quantization.smoothing_strength import DEFAULT_STRENGTH, strength_of
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
