@@ -102,7 +102,9 @@ class Watchdog:
 
     `watch` and `pause` only store two values, so they can be called around every step. The
     thread checks about four times per hang timeout, at least once a second, so a hang is
-    noticed up to a quarter late.
+    noticed up to a quarter late. After a stall of the whole process, for example of its
+    machine, the thread checks once more: waits of the main thread have ended then too, and
+    their errors name the lost rank.
     """
 
     def __init__(self, hang_timeout_s: float, on_hang: Callable[[], None]) -> None:
@@ -154,10 +156,14 @@ class Watchdog:
 
     def _run(self) -> None:
         period_s = min(self.hang_timeout_s / 4, _LONGEST_PERIOD_S)
+        checked = time.monotonic()
         while not self._stopped.wait(period_s):
+            last, checked = checked, time.monotonic()
+            has_stalled = checked - last > 2 * period_s
             limit = self._limit
             # The activity may have ended while the other ranks were asked for their pauses.
-            if limit is not None and limit.has_passed() and limit is self._limit:
+            is_late = limit is not None and limit.has_passed() and limit is self._limit
+            if limit is not None and is_late and not has_stalled:
                 self._bark(limit.late_s)
                 return
 

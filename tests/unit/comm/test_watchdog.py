@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -95,3 +99,26 @@ def test_an_interruption_does_not_count_to_an_activitys_time_limit(caplog):
     watchdog.stop()
 
     assert "a step did not end" in caplog.text
+
+
+_STALLED = """
+import os, time
+from trimaran.comm.deadlines import Watchdog
+watchdog = Watchdog(2.0, lambda: os._exit(9))
+watchdog.watch(lambda: "a step")
+print("begun", flush=True)
+time.sleep(1.0)
+watchdog.pause()
+print("ended", flush=True)
+"""
+
+
+def test_a_stall_of_the_whole_process_is_no_hang():
+    with subprocess.Popen([sys.executable, "-c", _STALLED], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.stdout.readline() == b"ended\n"
+    assert process.returncode == 0
