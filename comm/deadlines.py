@@ -156,16 +156,19 @@ class Watchdog:
 
     def _run(self) -> None:
         period_s = min(self.hang_timeout_s / 4, _LONGEST_PERIOD_S)
-        checked = time.monotonic()
+        checked, forgiven = time.monotonic(), None
         while not self._stopped.wait(period_s):
             last, checked = checked, time.monotonic()
             has_stalled = checked - last > 2 * period_s
             limit = self._limit
             # The activity may have ended while the other ranks were asked for their pauses.
-            is_late = limit is not None and limit.has_passed() and limit is self._limit
-            if limit is not None and is_late and not has_stalled:
-                self._bark(limit.late_s)
-                return
+            if limit is None or not limit.has_passed() or limit is not self._limit:
+                continue
+            if has_stalled and limit is not forgiven:
+                forgiven = limit
+                continue
+            self._bark(limit.late_s)
+            return
 
     def _bark(self, late_s: float) -> None:
         logger.error(

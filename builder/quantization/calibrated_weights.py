@@ -15,8 +15,8 @@ from trimaran.builder.quantization.calibration_text import (
     calibration_model,
     calibration_sequences,
 )
-from trimaran.builder.quantization.input_grams import input_grams
 from trimaran.builder.quantization.layer_divergence import layer_divergences
+from trimaran.builder.quantization.observed_inputs import input_grams
 from trimaran.builder.quantization.quantized_forms import QuantizedForm
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimaran.builder.quantization.kv_calibration import read_sequence
+from trimaran.builder.quantization.observed_inputs import InputMethod
 from trimaran.worker.layers.linear import ParallelLinear
-from trimaran.worker.layers.methods import LinearMethod
 from trimaran.worker.models.interfaces import CausalLM
 
-# Shapes: T tokens, D inner width, E outputs, V entries of the vocabulary.
+# Shapes: T tokens, D inner width, V entries of the vocabulary.
 
 Rounding = Callable[[Tensor], Tensor]
 """Floats [T, D] to the floats that their quantized numbers stand for."""
@@ -66,32 +66,8 @@ def _quantized(
     try:
         for shard, matrix in rounded.items():
             layer.weight_loader(layer.weight, matrix.to(layer.weight), shard)
-        layer.method = _RoundedInputs(method, round_inputs)
+        layer.method = InputMethod(method, lambda x_TD: round_inputs(x_TD).to(x_TD.dtype))
         yield
     finally:
         layer.method = method
         layer.weight.data.copy_(weight)
-
-
-class _RoundedInputs:
-    """A linear method whose inputs are rounded first."""
-
-    name = "rounded_inputs"
-
-    def __init__(self, method: LinearMethod, round_inputs: Rounding) -> None:
-        self._method = method
-        self._round = round_inputs
-
-    def create_weights(
-        self, layer: nn.Module, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """As the method does."""
-        self._method.create_weights(layer, shape, dtype, device)
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """As the method does."""
-        self._method.process_weights_after_loading(layer)
-
-    def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
-        """``round(x) @ weight.T + bias``."""
-        return self._method.apply(layer, self._round(x_TD).to(x_TD.dtype), bias_E)

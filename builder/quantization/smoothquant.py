@@ -17,7 +17,7 @@ from trimaran.builder.quantization.calibration_text import (
     check_calibration,
 )
 from trimaran.builder.quantization.channel_folds import norm_folds
-from trimaran.builder.quantization.input_peaks import input_peaks
+from trimaran.builder.quantization.observed_inputs import input_peaks
 from trimaran.builder.quantization.quantized_folder import QuantizedFolder
 from trimaran.builder.quantization.smoothing import Smoothing, smoothing
 from trimaran.comm.errors import ConfigError

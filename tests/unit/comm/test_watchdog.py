@@ -104,10 +104,11 @@ def test_an_interruption_does_not_count_to_an_activitys_time_limit(caplog):
 _STALLED = """
 import os, time
 from trimaran.comm.deadlines import Watchdog
-watchdog = Watchdog(2.0, lambda: os._exit(9))
+watchdog = Watchdog(4.0, lambda: os._exit(9))
 watchdog.watch(lambda: "a step")
 print("begun", flush=True)
 time.sleep(1.0)
+time.sleep(0.2)
 watchdog.pause()
 print("ended", flush=True)
 """
@@ -118,7 +119,7 @@ def test_a_stall_of_the_whole_process_is_no_hang():
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(5.0)
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.readline() == b"ended\n"
     assert process.returncode == 0
