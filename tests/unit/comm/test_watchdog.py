@@ -107,7 +107,7 @@ from trimaran.comm.deadlines import Watchdog
 watchdog = Watchdog(4.0, lambda: os._exit(9))
 watchdog.watch(lambda: "a step")
 print("begun", flush=True)
-time.sleep(1.0)
+input()
 time.sleep(0.2)
 watchdog.pause()
 print("ended", flush=True)
@@ -115,11 +115,17 @@ print("ended", flush=True)
 
 
 def test_a_stall_of_the_whole_process_is_no_hang():
-    with subprocess.Popen([sys.executable, "-c", _STALLED], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _STALLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"begun\n"
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(5.0)
+        # The activity ends soon after the stall, wherever the stall met it.
+        process.stdin.write(b"\n")
+        process.stdin.flush()
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.readline() == b"ended\n"
     assert process.returncode == 0
