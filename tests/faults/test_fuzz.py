@@ -6,13 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
 
-from campaign import Campaign, Target, case_of
+from campaign import Campaign, Target, case_of, together
 from cases import Case, corpus, read, write
 from pieces import build, weight
 from run import demo_server, target_of
@@ -69,6 +70,19 @@ def test_parts_of_a_fuzz_case_are_built_from_their_descriptions():
     assert build({"chunks": 2, "of": "abc"}) == b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
     assert build({"frame": 4, "of": ""}) == b"\0\0\0\x04\0\0\0\0\0"
     assert weight({"gzip": {"times": 1000, "of": "aa"}}) == 2000
+    empty = {"times": 1000, "of": {"field": 1, "wire": 2, "value": ""}}
+    assert weight(empty) == len(build(empty)) == 2000
+
+
+def test_the_error_of_a_client_is_raised_behind_the_end_of_all():
+    ended = []
+    with pytest.raises(MemoryError, match="too many"):
+        together([partial(_fail, MemoryError("too many")), partial(ended.append, 1)])
+    assert ended == [1]
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def test_the_corpus_is_small_and_each_file_has_a_description():

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -265,12 +266,11 @@ class Campaign:
 
 
 def together(actions: list[Callable[[], object]]) -> None:
-    """Run all at the same time, to their ends."""
-    threads = [threading.Thread(target=action) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """Run all at the same time, to their ends. The first error of an action is raised then."""
+    with ThreadPoolExecutor(len(actions)) as pool:
+        running = [pool.submit(action) for action in actions]
+    for each in running:
+        each.result()
 
 
 def warm_up(ports: Ports) -> None:

@@ -11,7 +11,7 @@ import mutations
 from cases import Case
 from infer_bodies import packed, shape_of
 from model_fields import MODELS, choose_inputs, choose_model, value_of
-from pieces import DELIMITED, FIXED64, VARINT, Piece, build
+from pieces import DELIMITED, FIXED64, VARINT, Piece, build, weight
 
 INFERENCE = "/inference.GRPCInferenceService/"
 _Fields = list[Any]
@@ -206,9 +206,8 @@ def _with_manners(rng: random.Random, case: Case) -> Case:
         changes.update(leaves_after_s=3.0, reads=False, name=f"{case.name}, never read")
     if rng.random() < 0.1:
         changes["metadata"] = rng.sample(_METADATA, rng.randint(1, 2))
-    if rng.random() < 0.05 and case.parts:
-        raw = mutations.built(case.parts[0])
-        if len(raw) < 100_000:
-            parts = [mutations.of_bytes(rng, raw), *case.parts[1:]]
-            changes.update(parts=parts, name=f"{case.name}, of other bytes")
+    is_small = bool(case.parts) and weight(case.parts[0]) < 100_000
+    if is_small and rng.random() < 0.05:
+        parts = [mutations.of_bytes(rng, mutations.built(case.parts[0])), *case.parts[1:]]
+        changes.update(parts=parts, name=f"{case.name}, of other bytes")
     return Case(**{**case.to_dict(), **changes})

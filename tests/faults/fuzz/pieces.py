@@ -25,6 +25,8 @@ from typing import Any, TypeAlias
 Piece: TypeAlias = "str | list[Any] | dict[str, Any]"
 
 VARINT, FIXED64, DELIMITED, GROUP, END_GROUP, FIXED32 = range(6)
+_KEY_BYTES = 2
+"""Of a delimited field, without its value: those of the number and of the length, or more."""
 
 
 def build(piece: Piece) -> bytes:
@@ -54,9 +56,11 @@ def weight(piece: Piece) -> int:
     if "times" in piece:
         return int(piece["times"]) * weight(piece["of"])
     inner = [piece[key] for key in ("of", *_COMPRESSIONS) if key in piece]
+    own = 0
     if "field" in piece and not isinstance(piece.get("value", 0), int):
         inner.append(piece["value"])
-    return sum(map(weight, inner)) if inner else len(str(piece))
+        own = _KEY_BYTES
+    return own + sum(map(weight, inner)) if inner else len(str(piece))
 
 
 def hexed(raw: bytes) -> Piece:
