@@ -26,10 +26,10 @@ _FEW = 8
 _UNIT = 32
 _THREADS = 160
 _PROGRAMS_PER_SM = 2
-_SHARED_BYTES = {64: 109_344, 128: 113_232}
+_SHARED_BYTES = {64: 109_344, 96: 111_264, 128: 113_232}
 _SHARED_BYTES_OF_BYTES = {64: 97_288, 128: 101_064}
 # The same with columns for several tokens.
-_SHARED_BYTES_OF_MANY = {64: 107_296, 128: 115_280}
+_SHARED_BYTES_OF_MANY = {64: 107_296, 96: 111_264, 128: 115_280}
 _SHARED_BYTES_OF_MANY_BYTES = {64: 91_144, 128: 99_016}
 DTYPES = (torch.float16, torch.bfloat16)
 _STORED = {torch.float8_e4m3fn: 1, torch.int8: 2}
@@ -80,7 +80,7 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
     is_quantized = kv_cache.dtype in _STORED and spec.kv_scales is not None
     if query_SNH.dtype not in DTYPES or not (is_quantized or kv_cache.dtype == query_SNH.dtype):
         return f"queries of {query_SNH.dtype} and a cache of {kv_cache.dtype}"
-    if head_size not in _SHARED_BYTES:
+    if head_size not in (_SHARED_BYTES_OF_BYTES if is_quantized else _SHARED_BYTES):
         return f"heads of {head_size}"
     if kv_cache.shape[2] not in _BLOCKS:
         return f"blocks of {kv_cache.shape[2]} tokens"
@@ -291,7 +291,7 @@ def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
         blocks, _, size, heads, width = kv_cache.shape
         block_stride, half_stride, *strides = kv_cache.stride()
         num_halves = (blocks - 1) * (block_stride // half_stride) + 2
-        panel = min(width, _PANEL_BYTES // kv_cache.element_size())
+        panel = math.gcd(width, _PANEL_BYTES // kv_cache.element_size())
         panels = width // panel
         halves = kv_cache.as_strided(
             (num_halves, heads, size, panels, panel),

@@ -116,6 +116,8 @@ def test_any_lengths_agree_with_the_torch_twin(dtype, lengths, is_fixed):
         (16, 2, 128),
         (6, 2, 64),
         (5, 1, 64),
+        (8, 8, 96),
+        (14, 2, 96),
         (32, 32, 128),
         (7, 1, 128),
     ],
@@ -135,7 +137,11 @@ def test_random_batches_agree_with_the_torch_twin(dtype, seed):
     lengths = [draw.randint(1, most) for _ in range(draw.choice([1, 5, 50, 300]))]
     group = draw.randint(1, 8)
     kv_heads = draw.randint(1, 6)
-    shape = {"heads": group * kv_heads, "kv_heads": kv_heads, "size": draw.choice([64, 128])}
+    shape = {
+        "heads": group * kv_heads,
+        "kv_heads": kv_heads,
+        "size": draw.choice([64, 96, 128]),
+    }
     step = Step(dtype, lengths, **shape, block=draw.choice([8, 16, 32, 64]))
     step.check(step.run())
 
@@ -187,7 +193,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dtype):
 @pytest.mark.parametrize("order", ["head", "token"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "block"),
-    [(32, 8, 128, 32), (8, 8, 64, 8), (6, 2, 64, 16), (2, 1, 128, 64)],
+    [(32, 8, 128, 32), (8, 8, 64, 8), (6, 2, 64, 16), (2, 1, 128, 64), (4, 4, 96, 32)],
 )
 def test_fused_rotation_equals_separate_rotation(
     dtype, heads, kv_heads, size, block, order, is_fixed
@@ -235,3 +241,8 @@ def test_the_refusal_of_the_decode_kernel_names_the_unsupported_feature(dtype):
     biased = AttentionSpec(scale=1.0, position_bias=torch.zeros(32, 64, device=DEVICE))
     assert "bias" in (cuda_decode.refusal(step.query, step.cache, biased) or "")
     assert "float32" in (cuda_decode.refusal(step.query.float(), step.cache, step.spec) or "")
+    step = Step(dtype, [9], size=96)
+    scales = torch.ones(4, 2, device=DEVICE)
+    quantized = AttentionSpec(scale=1.0, kv_scales=scales)
+    stored = step.cache.to(torch.float8_e4m3fn)
+    assert "heads of 96" in (cuda_decode.refusal(step.query, stored, quantized) or "")

@@ -306,3 +306,7 @@ DECODE(decode_float16_64, false, 64)
 DECODE(decode_float16_128, false, 128)
 DECODE(decode_bfloat16_64, true, 64)
 DECODE(decode_bfloat16_128, true, 128)
+#if DECODE_STORED == 0
+DECODE(decode_float16_96, false, 96)
+DECODE(decode_bfloat16_96, true, 96)
+#endif

@@ -30,7 +30,9 @@ __device__ __forceinline__ float sum_of_column(float x) {
 // The offset of 16 bytes of a token in a tile of keys or values, as the copies swizzle them.
 template <int TOKEN_BYTES>
 __device__ __forceinline__ u32 place_of(int token, int chunk) {
-    constexpr u32 CHUNKS = TOKEN_BYTES < 128 ? TOKEN_BYTES / 16 : 8;
+    // Pieces of 16 bytes of a panel: of 128 bytes, or of the largest power of two that divides
+    // a token.
+    constexpr u32 CHUNKS = TOKEN_BYTES % 128 == 0 ? 8 : TOKEN_BYTES % 64 == 0 ? 4 : 2;
     const u32 plain = token * TOKEN_BYTES + chunk * 16;
     return plain ^ (plain / 128 % CHUNKS * 16);
 }

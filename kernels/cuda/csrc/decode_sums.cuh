@@ -104,7 +104,7 @@ struct SplitSums {
         for (int i = lane; i < split.count; i += 32)
             most = fmaxf(most, __ldcg(log_sums + static_cast<long long>(i) * heads));
         for (int i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-        // With heads of 64, two lanes share four columns.
+        // With heads below 128, two lanes share some of the columns.
         const int column = lane * 4 % HEAD;
         const float* partial = a.partial + own * HEAD + column;
         float4 value = make_float4(0, 0, 0, 0);
