@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,11 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 # (token t's c-th choice is number t C + c), F inner width, E = 2 F.
 
 _SORT_VALUES = 16384
-"""Choices times experts that a program of the sort processes."""
+"""Choices times experts, or pairs of choices, that a program of the sort processes."""
+
+_MIN_PAIRED = 64
+"""Experts, padded, from which the sort compares each two choices of a block. On an H200 a layer
+of 256 tokens and 128 experts, 8 of them a token, then takes 4 us less than with scans."""
 
 _COUNTED = 16
 """The most blocks of choices whose counts each program of the sort adds up itself."""
@@ -46,6 +51,15 @@ def _owned(  # type: ignore[no-untyped-def]
     owners -= first_expert
     experts = tl.arange(0, PADDED)[None, :]
     return ((owners[:, None] == experts) & (experts < EXPERTS)).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _number_of_equals_before(ids, assignments, num_assignments):  # type: ignore[no-untyped-def]
+    """For each choice of a block the number of earlier choices of the same expert."""
+    own, others = assignments[:, None], assignments[None, :]
+    expert = tl.load(ids + own, mask=own < num_assignments, other=-1)
+    theirs = tl.load(ids + others, mask=others < num_assignments, other=-1)
+    return tl.sum(((expert == theirs) & (others < own)).to(tl.int32), axis=1)
 
 
 @triton.jit(do_not_specialize=["num_assignments"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -90,13 +104,16 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 def _sort_kernel(  # type: ignore[no-untyped-def]
     ids, counts, order, totals, positions, num_assignments, num_blocks, first_expert,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
-    IS_ALONE: tl.constexpr, IS_SCANNED: tl.constexpr, OVERLAPS: tl.constexpr,
+    IS_ALONE: tl.constexpr, IS_SCANNED: tl.constexpr, IN_PAIRS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the sorted positions of the b-th block's choices.
 
     In a launch of one program the program also counts the choices. With ``IS_SCANNED`` counts
     are those of the blocks before, and ``totals`` are known; otherwise each program adds up the
-    counts of at most ``COUNTED`` blocks.
+    counts of at most ``COUNTED`` blocks. A choice stands behind the earlier choices of its
+    expert in the block. ``IN_PAIRS`` compares each two choices, which takes much less time than
+    a scan over the choices of each expert where there are many experts.
     """
     block = tl.program_id(0)
     experts = tl.arange(0, PADDED)
@@ -118,8 +135,12 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         total = tl.sum(found, axis=0)
         before += tl.sum(tl.where((blocks < block)[:, None], found, 0), axis=0)
     starts = tl.cumsum(total, axis=0) - total + before
-    targets = starts[None, :] + tl.cumsum(owned, axis=0) - owned
-    target = tl.sum(targets * owned, axis=1)
+    if IN_PAIRS:
+        target = tl.sum(starts[None, :] * owned, axis=1)
+        target += _number_of_equals_before(ids, assignments, num_assignments)
+    else:
+        targets = starts[None, :] + tl.cumsum(owned, axis=0) - owned
+        target = tl.sum(targets * owned, axis=1)
     is_owned = tl.sum(owned, axis=1) > 0
     tl.store(order + target, assignments, mask=is_owned)
     tl.store(
@@ -358,7 +379,11 @@ def add_parts(
 def sort_assignments(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedAssignments:
     """The choices of this rank's experts in the order of the experts."""
     num_assignments, padded = ids_TC.numel(), padded_size(num_experts)
-    block = min(padded_size(max(num_assignments, 16)), max(_SORT_VALUES // padded, 16))
+    most = max(_SORT_VALUES // padded, 16)
+    in_pairs = padded >= _MIN_PAIRED
+    if in_pairs:
+        most = min(most, math.isqrt(_SORT_VALUES))
+    block = min(padded_size(max(num_assignments, 16)), most)
     num_blocks = num_tiles(num_assignments, block)
     sizes = [padded, num_blocks * padded, num_assignments, num_assignments]
     totals, counts, order, positions = _split(sizes, ids_TC.device)
@@ -372,8 +397,9 @@ def sort_assignments(ids_TC: Tensor, num_experts: int, first_expert: int) -> Sor
         _scan(grid, (counts, totals, num_blocks), (padded, columns, _SCANNED_BLOCKS))
     args = (ids_TC, counts, order, totals, positions, num_assignments, num_blocks, first_expert)
     # More than 32 values a thread would not fit in the registers.
-    num_warps = min(max(block * padded // 512, 4), 16)
-    _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone, is_scanned), num_warps)
+    num_warps = min(max(block * max(padded, block * in_pairs) // 512, 4), 16)
+    constants = (*constants, _COUNTED, is_alone, is_scanned, in_pairs)
+    _sort((num_blocks, 1), args, constants, num_warps)
     return SortedAssignments(order, totals, positions.view(ids_TC.shape))
 
 
