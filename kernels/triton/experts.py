@@ -25,8 +25,9 @@ _SORT_VALUES = 16384
 """Choices times experts, or pairs of choices, that a program of the sort processes."""
 
 _MIN_PAIRED = 64
-"""Experts, padded, from which the sort compares each two choices of a block. On an H200 a layer
-of 256 tokens and 128 experts, 8 of them a token, then takes 4 us less than with scans."""
+"""Experts, padded, from which the sort compares each two choices of a block. With scans the
+sort of 2,048 choices of 128 experts takes 14 us on an H200; 16 layers of `qwen3_30b` take
+6.20 ms with pairs and 6.26 with scans for 256 tokens."""
 
 _COUNTED = 16
 """The most blocks of choices whose counts each program of the sort adds up itself."""
@@ -398,8 +399,8 @@ def sort_assignments(ids_TC: Tensor, num_experts: int, first_expert: int) -> Sor
     args = (ids_TC, counts, order, totals, positions, num_assignments, num_blocks, first_expert)
     # More than 32 values a thread would not fit in the registers.
     num_warps = min(max(block * max(padded, block * in_pairs) // 512, 4), 16)
-    constants = (*constants, _COUNTED, is_alone, is_scanned, in_pairs)
-    _sort((num_blocks, 1), args, constants, num_warps)
+    of_sort = (*constants, _COUNTED, is_alone, is_scanned, in_pairs)
+    _sort((num_blocks, 1), args, of_sort, num_warps)
     return SortedAssignments(order, totals, positions.view(ids_TC.shape))
 
 
