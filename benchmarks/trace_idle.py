@@ -1,4 +1,4 @@
-"""The work of a GPU in a trace of `--profile`: idle time, and time by kernel."""
+"""The work of a GPU in a trace of `--profile`: idle time, time by kernel, parts of a step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import argparse
 import gzip
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+_FIRST = "_prepare_kernel"
+"""The kernel with which a step begins: it makes the step's inputs."""
 
 
 class Work(NamedTuple):
@@ -18,6 +22,8 @@ class Work(NamedTuple):
     start: float
     end: float
     name: str
+    grid: str = ""
+    """A kernel's numbers of thread blocks."""
 
 
 def read_work(path: Path) -> list[Work]:
@@ -25,11 +31,15 @@ def read_work(path: Path) -> list[Work]:
     with gzip.open(path) as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     found = [
-        Work(event["ts"], event["ts"] + event["dur"], event["name"])
+        Work(event["ts"], event["ts"] + event["dur"], event["name"], _grid_of(event))
         for event in events
         if event.get("ph") == "X" and event.get("cat") in _DEVICE
     ]
     return sorted(found)
+
+
+def _grid_of(event: dict[str, Any]) -> str:
+    return "x".join(str(count) for count in event.get("args", {}).get("grid", ()))
 
 
 def gaps_of(work: list[Work]) -> list[tuple[float, Work, Work]]:
@@ -70,16 +80,75 @@ def report(work: list[Work], num_rows: int) -> str:
     return "\n".join(lines)
 
 
+class Share(NamedTuple):
+    """Launches of one kernel in a step, and the time that all of them add to the step:
+    microseconds from the end of all work before each of them to its own end."""
+
+    name: str
+    count: int
+    added: float
+    idle: float
+    """Of ``added``, while nothing ran."""
+
+
+def shares_of(work: list[Work]) -> tuple[int, float, list[Share]]:
+    """The number of steps of the most frequent kind, their mean time in microseconds without
+    what precedes the first kernel's end, and the kernels' shares of that, largest first.
+
+    Kernels overlap, so that the sum of their durations is more than a step takes. Copies run
+    beside the steps and do not count.
+    """
+    kernels = [one for one in work if not one.name.startswith("Memcpy")]
+    firsts = [place for place, one in enumerate(kernels) if one.name.startswith(_FIRST)]
+    kinds = defaultdict(list)
+    for begin, end in pairwise(firsts):
+        step = kernels[begin:end]
+        kinds[tuple((one.name, one.grid) for one in step)].append(step)
+    if not kinds:
+        return 0, 0.0, []
+    steps = max(kinds.values(), key=len)
+    added: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for step in steps:
+        last = step[0].end
+        for one in step[1:]:
+            share = added[f"{one.name[:70]} {one.grid}"]
+            share[0] += 1
+            share[1] += max(one.end - last, 0.0)
+            share[2] += max(one.start - last, 0.0)
+            last = max(last, one.end)
+    count = len(steps)
+    shares = [
+        Share(name, round(number / count), time / count, idle / count)
+        for name, (number, time, idle) in added.items()
+    ]
+    shares.sort(key=lambda share: -share.added)
+    return count, sum(share.added for share in shares), shares
+
+
+def report_step(work: list[Work]) -> str:
+    """The parts of a step of the most frequent kind."""
+    count, time, shares = shares_of(work)
+    lines = [f"{count} steps of one kind, {time:.1f} us; times, added, of that idle, each:"]
+    for share in shares:
+        each = share.added / share.count
+        lines.append(
+            f"{share.count:6d} {share.added:9.1f} {share.idle:8.1f} {each:8.2f}  {share.name}"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the report of one file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path, help="a .trace.json.gz")
     parser.add_argument("--rows", type=int, default=12, help="rows of each table")
+    parts = "the parts of a step of the most frequent kind instead"
+    parser.add_argument("--step", action="store_true", help=parts)
     args = parser.parse_args()
     work = read_work(args.trace)
     if not work:
         parser.error(f"{args.trace} holds no work of a GPU: it was traced on a CPU")
-    print(report(work, args.rows))
+    print(report_step(work) if args.step else report(work, args.rows))
 
 
 if __name__ == "__main__":
