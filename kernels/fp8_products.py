@@ -1,4 +1,4 @@
-"""FP8 products on a GPU: the kernel for a weight and a number of rows."""
+"""Products in FP8 and INT8 on a GPU: the kernel for a weight and a number of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.cuda import fp8_gemm
-from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Rows, Fp8Weight
+from trimaran.kernels.quantized import (
+    FP8,
+    INT8,
+    BlockMap,
+    Fp8Inputs,
+    Fp8Product,
+    Fp8Rows,
+    Fp8Weight,
+)
 from trimaran.kernels.triton import fp8_rows
 from trimaran.kernels.triton.fp8_gemm import (
     MAX_STREAM_ROWS,
@@ -66,18 +74,21 @@ on it. On an H200 tiles of 128 rows take 5 to 30 % longer."""
 
 
 class GpuFp8Product(Fp8Product):
-    """`Fp8Product` by Triton's kernels, by the library for many rows with a scale per row, and
-    by our Hopper kernel for few rows.
+    """`Fp8Product` by Triton's kernels, by the library for many rows of FP8 with a scale per
+    row, and by our Hopper kernel for few rows of FP8 and all numbers of rows of INT8.
 
-    With ``is_fixed`` a token's result does not depend on the other tokens or their number.
+    With ``is_fixed`` a token's result does not depend on the other tokens or their number. All
+    kernels of INT8 make the same bits, since their sums are exact, but sums of parts are not.
     """
 
     def __init__(self, weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> None:
         self._weight = weight
         self._inputs = inputs
-        self._is_fixed = is_fixed
+        is_exact = weight.values.dtype is INT8
+        self._has_parts = not is_fixed
+        self._is_fixed = is_fixed and not is_exact
         self._has_library = not is_fixed and can_use_library(weight)
-        self._has_hopper = not is_fixed and fp8_gemm.can_multiply(weight)
+        self._has_hopper = not self._is_fixed and fp8_gemm.can_multiply(weight)
 
     def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
         """See `Fp8Product`. Safe under CUDA graph capture, as all methods."""
@@ -105,6 +116,8 @@ class GpuFp8Product(Fp8Product):
 
     def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """Few rows by our Hopper kernel."""
+        if not self._has_parts:
+            return None
         # Asked before rows are quantized, because the whole product quantizes them itself.
         if not self._can_use_hopper(x_TD) or not fp8_gemm.can_make_parts(
             _num_rows(x_TD), self._weight
@@ -113,7 +126,7 @@ class GpuFp8Product(Fp8Product):
         return fp8_gemm.multiply_parts(self._rows(x_TD), self._weight)
 
     def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
-        """Few rows by our Hopper kernel."""
+        """Few rows of FP8 and any rows of INT8 by our Hopper kernel."""
         if not self._can_use_hopper(x_TD) or not fp8_gemm.can_gate(
             _num_rows(x_TD), self._weight
         ):
@@ -123,6 +136,7 @@ class GpuFp8Product(Fp8Product):
     def grouped_inputs(self, num_rows: int) -> Fp8Inputs | None:
         """Few rows by our Hopper kernel."""
         can_group = self._has_hopper and not self._inputs.has_power_scales
+        can_group = can_group and self._inputs.dtype is not INT8
         if not can_group or not fp8_gemm.takes_groups(num_rows, self._weight):
             return None
         return self._inputs
@@ -131,7 +145,7 @@ class GpuFp8Product(Fp8Product):
         return self._has_hopper and x_TD.dtype in (torch.bfloat16, torch.float16)
 
     def _rows(self, x_TD: Tensor | Fp8Rows) -> Fp8Rows:
-        """The inputs in FP8, with a scale a token."""
+        """The quantized inputs, with a scale a token."""
         if isinstance(x_TD, Fp8Rows):
             return x_TD
         return Fp8Rows(*quantize_tokens(x_TD, self._inputs), x_TD.dtype)
@@ -152,7 +166,7 @@ class GpuFp8Product(Fp8Product):
         return fp8_rows.gated_activation(gate_up_TE, name, self._inputs)
 
     def quantize(self, x_TD: Tensor) -> Inputs:
-        """The inputs in FP8, and their scales."""
+        """The quantized inputs, and their scales."""
         if self._weight.blocks is None:
             return Inputs(*quantize_tokens(x_TD, self._inputs))
         return Inputs(*quantize_groups(x_TD, self._weight.blocks, self._inputs))
@@ -178,6 +192,8 @@ def can_use_library(weight: Fp8Weight) -> bool:
     """Whether torch multiplies by this weight."""
     if weight.blocks is not None or weight.values.device.type != "cuda":
         return False
+    if weight.values.dtype is not FP8:
+        return False
     outputs, inner = weight.values.shape
     if outputs % _LIBRARY_MULTIPLE or inner % _LIBRARY_MULTIPLE:
         return False
@@ -196,8 +212,10 @@ def make_product(weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> Fp8
 
 
 def check_served(values: Tensor, blocks: BlockMap | None) -> None:
-    """Raise `ConfigError` unless the GPU multiplies by these FP8 values."""
+    """Raise `ConfigError` unless the GPU multiplies by these FP8 or INT8 values."""
     device = values.device
+    if values.dtype is INT8:
+        return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(
             f"the weights are FP8, but {torch.cuda.get_device_name(device)} has no products of "

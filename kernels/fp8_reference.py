@@ -1,8 +1,9 @@
-"""FP8 products in plain torch: what the fast kernels are compared with.
+"""Products in FP8 and INT8 in plain torch: what the fast kernels are compared with.
 
 Values are quantized by a multiplication with the reciprocal of a float32 scale, clamped, and
 rounded to the nearest, halves to even. A product adds up float32 products of the quantized
-values, multiplies by the scale of the input, then by that of the weight.
+values, multiplies by the scale of the input, then by that of the weight. INT8 inputs are those
+of `integer_reference.quantize_inputs`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimaran.kernels.integer_reference import quantize_inputs
 from trimaran.kernels.quantized import (
     FP8,
     GROUP,
+    INT8,
     LARGEST,
     BlockMap,
     Fp8Experts,
@@ -53,7 +56,10 @@ def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
-    """FP8 values [T, D], and scales: float32 [T, 1], or [] if static."""
+    """Values [T, D] in the dtype of ``inputs``, and scales: float32 [T, 1], or [] if static and
+    in FP8."""
+    if inputs.dtype is INT8:
+        return quantize_inputs(x_TD, inputs.scale)
     if inputs.scale is not None:
         return to_fp8(x_TD, inputs.scale), inputs.scale
     peaks = x_TD.abs().amax(1, keepdim=True).float()

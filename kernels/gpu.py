@@ -101,6 +101,9 @@ class TritonOps(TorchOps):
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
         return make_product(weight, inputs, is_fixed=self.is_deterministic)
 
+    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+        return make_product(weight, inputs, is_fixed=self.is_deterministic)
+
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:

@@ -64,6 +64,14 @@ class Ops(Protocol):
         """
         ...
 
+    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+        """The product by an INT8 weight, whose inputs become INT8 on the way; None where
+        `integer_product` alone takes such inputs.
+
+        Call after the weight is loaded. The product keeps ``weight``'s tensors.
+        """
+        ...
+
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:

@@ -1,4 +1,5 @@
-"""FP8 weights and inputs as operators take them: values, scales and places of blocks."""
+"""Weights and inputs of one byte as operators take them: values in FP8 (e4m3) or INT8, scales
+and places of blocks."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from torch import Tensor
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest finite value of e4m3."""
+
+INT8 = torch.int8
+"""Integers from -127 to 127, and -128 in weights."""
 
 
 class BlockMap(NamedTuple):
@@ -64,12 +68,15 @@ class Fp8Inputs(NamedTuple):
     has_power_scales: bool = False
     """Whether scales are rounded up to powers of two."""
 
+    dtype: torch.dtype = FP8
+    """That of the values: `FP8`, or `INT8` without a bound and power scales."""
+
 
 class Fp8Weight(NamedTuple):
-    """A weight in FP8."""
+    """A weight in FP8, or in INT8 without blocks."""
 
     values: Tensor
-    """float8_e4m3fn [E, D], contiguous."""
+    """float8_e4m3fn or int8 [E, D], contiguous."""
 
     scales: Tensor
     """float32 [E], or with ``blocks`` [R, C]; a value times its scale is the weight."""
@@ -91,7 +98,7 @@ class Fp8Rows(NamedTuple):
     """
 
     values: Tensor
-    """float8_e4m3fn [T, D], contiguous."""
+    """float8_e4m3fn or int8 [T, D], contiguous."""
 
     scales: Tensor
     """float32 [T], also if the scale is static; or with groups [G, P], of which
@@ -141,8 +148,8 @@ class Fp8Product(Protocol):
     def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` [T, E] in the dtype of ``x``, rounded once.
 
-        Inputs are quantized, products are added up in float32. `Fp8Rows` are those that this
-        product made.
+        Inputs are quantized, products are added up in float32, those of INT8 in integers.
+        `Fp8Rows` are those that this product made.
         """
         ...
 

@@ -51,6 +51,9 @@ class TorchOps:
     def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
         return values
 
+    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+        return None
+
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:

@@ -228,6 +228,7 @@ _WEIGHT_BYTES = {
     "fp8": 1.0,
     "fp8_block": 1.0,
     "int8": 1.0,
+    "w8a8_int8": 1.0,
     "int4": 0.5 + _GROUP_SCALE_BYTES / 128,
     "int4_g64": 0.5 + _GROUP_SCALE_BYTES / 64,
     "int4_g32": 0.5 + _GROUP_SCALE_BYTES / 32,

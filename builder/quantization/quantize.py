@@ -55,6 +55,9 @@ _FITTED = "int4_awq"
 _SMOOTHED = "int8_sq"
 """A format of INT8 weights and inputs, whose outliers a text shows."""
 
+_ROUNDED = "w8a8_int8"
+"""A scheme of `_SMOOTHED` numbers that are rounded to the nearest, without a text."""
+
 _QFORMATS = {"fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4", _FITTED: "int4"}
 
 
@@ -62,11 +65,17 @@ def _scheme_name(args: argparse.Namespace) -> str:
     """The scheme that the flags name.
 
     Raises:
-        ConfigError: --qformat names a format that is not made here, or the two flags differ.
+        ConfigError: --qformat names a format that is not made here, the two flags differ, or
+            a text would have no effect.
     """
     form = args.qformat
     name: str | None = args.quantization
     if form is None:
+        if name == _ROUNDED and args.calib is not None:
+            raise ConfigError(
+                f"--quantization {name} rounds to the nearest and reads no text, but --calib "
+                f"is {args.calib}. Name --qformat {_SMOOTHED}, which smooths by the text."
+            )
         return name or LOAD_METHODS[0]
     if form not in _QFORMATS:
         made = ", ".join((*_QFORMATS, _SMOOTHED))

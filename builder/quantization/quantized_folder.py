@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from trimaran.builder.progress import ProgressBar
+from trimaran.builder.quantization.byte_form import ByteForm
 from trimaran.builder.quantization.calibrated_weights import (
     FloatWeights,
     calibrated_weights,
     float_weights,
 )
-from trimaran.builder.quantization.quantized_forms import QuantizedForm, form_of
+from trimaran.builder.quantization.quantized_forms import Fp8Form, PackedForm, QuantizedForm
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.engine_folder import CONFIG_FILE, EngineFolder
+from trimaran.worker.config.schemes import Fp8Scheme, Scheme
 from trimaran.worker.config.shard_file import TensorEntry
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model, dtype_by_name
@@ -39,12 +41,20 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".pt", ".index.json")
 _MATRIX_DIMS = 2
 
 
+def _form_of(scheme: Scheme) -> QuantizedForm:
+    """The format in which a folder holds weights of a scheme."""
+    if isinstance(scheme, Fp8Scheme):
+        return Fp8Form(scheme)
+    return PackedForm(scheme) if scheme.activations is None else ByteForm(has_row_scales=True)
+
+
 class QuantizedFolder:
     """The files of a quantized folder; files of the source keep their names.
 
     FP8 with a scale a row is compressed-tensors' ``float-quantized``, with blocks transformers'
-    ``fp8``; integers are compressed-tensors' ``pack-quantized``: other programs load all of
-    them. Memory holds one tensor, unless weights are fitted to a text.
+    ``fp8``; integers are compressed-tensors' ``pack-quantized``, with INT8 inputs
+    ``int-quantized``: other programs load all of them. Memory holds one tensor, unless weights
+    are fitted to a text.
     """
 
     def __init__(self, source: EngineFolder, form: QuantizedForm | None = None) -> None:
@@ -57,7 +67,7 @@ class QuantizedFolder:
         self._source = source
         quantization = source.config.quantization
         assert quantization is not None, "quantized as it is read"
-        self._form = form or form_of(quantization.rules[0].scheme)
+        self._form = form or _form_of(quantization.rules[0].scheme)
         self._floats: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
         unread = [path for path in source.weight_files if not is_safetensors(path)]
         if unread:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels import fp8_reference, integer_reference
-from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Scheme
+from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout
 from trimaran.worker.config.shard_file import TensorEntry
 from trimaran.worker.models.weights.checkpoint import FP8_WORD
 from trimaran.worker.quantization.calibrated_rounding import (
@@ -61,11 +61,6 @@ class QuantizedForm(Protocol):
     def description(self, kept: list[str]) -> dict[str, Any]:
         """The ``quantization_config``; ``kept`` are the modules that stay floats."""
         ...
-
-
-def form_of(scheme: Scheme) -> QuantizedForm:
-    """The format in which a folder holds weights of a scheme."""
-    return PackedForm(scheme) if isinstance(scheme, IntegerScheme) else Fp8Form(scheme)
 
 
 class Fp8Form:

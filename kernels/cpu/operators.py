@@ -129,6 +129,9 @@ class CpuOps:
         experts = range(first_expert, first_expert + len(gate_up.values))
         return reference.sum_experts(x, weights, ids, experts, run)
 
+    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+        return None
+
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False
     ) -> IntegerProduct:

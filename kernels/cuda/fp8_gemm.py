@@ -1,9 +1,8 @@
-"""FP8 products of few rows on Hopper: the cut of each, and its kernel."""
+"""FP8 products of few rows and INT8 products on Hopper: the cut of each, and its kernel."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.compilations import hooks
+from trimaran.kernels.cuda import int8_cuts
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import HopperGemm
 from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm, compile_choice
-from trimaran.kernels.quantized import GROUP, Fp8Rows, Fp8Weight
-from trimaran.kernels.tables.product_table import GemmShape, Kind, SkinnyShape
+from trimaran.kernels.quantized import GROUP, INT8, Fp8Rows, Fp8Weight
+from trimaran.kernels.tables.product_table import Bytes, GemmShape, Kind, SkinnyShape
 
 # Shapes: T tokens, D inner width, E gate and up.
 
@@ -24,10 +24,11 @@ MAX_SKINNY_ROWS = 32
 """Rows up to which blocks that have rows of the weight as the left operand are faster."""
 
 MAX_ROWS = 128
-"""Rows up to which this kernel is faster than the library for every product."""
+"""Rows up to which this kernel is faster than the library for every product of FP8."""
 
 MAX_MANY_ROWS = 256
-"""The same for parts of many inputs, and for gates and ups that keep all processors busy."""
+"""The same for parts of many inputs, and for gates and ups that keep all processors busy. INT8
+has no such library: `int8_cuts` has tiles for more rows."""
 
 _TILES = (8, 16, 32, 64, 128, 256)
 """Most rows of each tile."""
@@ -212,9 +213,29 @@ def _tile_rows(num_rows: int) -> int:
     return next(rows for rows in (64, 128, 256) if num_rows <= rows)
 
 
+def _cut_of(num_rows: int, weight: Fp8Weight, kind: Kind) -> Cut | None:
+    """The cut of a product by a weight; None if another kernel is faster."""
+    values = weight.values
+    return _chosen(num_rows, values.shape, _processors(weight), kind, values.dtype is INT8)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(
+    num_rows: int, size: torch.Size, processors: int, kind: Kind, is_int8: bool
+) -> Cut | None:
+    outputs, inner = size
+    if kind == "parts":
+        return parts_cut(num_rows, outputs, inner, processors)
+    if is_int8 and num_rows > MAX_ROWS:
+        return int8_cuts.choose(num_rows, outputs, processors, kind)
+    if kind == "gated":
+        return gated_cut(num_rows, outputs, processors)
+    return whole_cut(num_rows, outputs, inner, processors)
+
+
 def can_gate(num_rows: int, weight: Fp8Weight) -> bool:
     """Whether `multiply_gated` takes so many rows; see `gated_cut`."""
-    return gated_cut(num_rows, weight.values.shape[0], _processors(weight)) is not None
+    return _cut_of(num_rows, weight, "gated") is not None
 
 
 def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
@@ -225,7 +246,7 @@ def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     values take 30.9 and 37.6 us on an H200; Triton's product and SwiGLU of 64 rows take 37.4,
     the library's and SwiGLU of 128 rows 44.0. The bytes take 28 at 4.2 TB/s.
     """
-    cut = gated_cut(x.values.shape[0], weight.values.shape[0], _processors(weight))
+    cut = _cut_of(x.values.shape[0], weight, "gated")
     assert cut is not None, "another kernel multiplies so many rows"
     return _multiply(x, weight, cut, "gated")
 
@@ -240,62 +261,70 @@ def takes_groups(num_rows: int, weight: Fp8Weight) -> bool:
 
 def can_make_parts(num_rows: int, weight: Fp8Weight) -> bool:
     """Whether `multiply_parts` takes so many rows; see `parts_cut`."""
-    return parts_cut(num_rows, *weight.values.shape, _processors(weight)) is not None
+    return _cut_of(num_rows, weight, "parts") is not None
 
 
 def multiply_parts(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, if it `can_make_parts`; of rows
     with groups if it `takes_groups`."""
-    cut = parts_cut(x.values.shape[0], *weight.values.shape, _processors(weight))
+    cut = _cut_of(x.values.shape[0], weight, "parts")
     assert cut is not None, "another kernel multiplies so many rows"
     return _multiply(x, weight, cut, "parts")
 
 
 def can_multiply_whole(num_rows: int, weight: Fp8Weight) -> bool:
     """Whether `multiply` takes so many rows; see `whole_cut`."""
-    return whole_cut(num_rows, *weight.values.shape, _processors(weight)) is not None
+    return _cut_of(num_rows, weight, "plain") is not None
 
 
 def multiply(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     """``x @ weight.T`` [T, E], if it `can_multiply_whole`."""
-    cut = whole_cut(x.values.shape[0], *weight.values.shape, _processors(weight))
+    cut = _cut_of(x.values.shape[0], weight, "plain")
     assert cut is not None, "another kernel multiplies so many rows"
     return _multiply(x, weight, cut, "plain")
 
 
 def _multiply(x: Fp8Rows, weight: Fp8Weight, cut: Cut, kind: Kind) -> Tensor:
-    _compile(weight.values.shape, kind, x.dtype, _processors(weight), x.has_groups)
-    kernel = _kernel(cut, kind, x.dtype, x.values.device, x.has_groups)
-    return kernel.multiply_fp8(x.values, x.scales, weight.values, weight.scales)
+    numbers: Bytes = "INT8" if weight.values.dtype is INT8 else "FP8"
+    _compile(weight.values.shape, kind, x.dtype, _processors(weight), numbers, x.has_groups)
+    kernel = _kernel(cut, kind, x.dtype, x.values.device, numbers, x.has_groups)
+    return kernel.multiply_bytes(x.values, x.scales, weight.values, weight.scales)
 
 
 @functools.lru_cache(maxsize=1024)
 def _compile(
-    size: torch.Size, kind: Kind, dtype: torch.dtype, processors: int, has_groups: bool
+    size: torch.Size,
+    kind: Kind,
+    dtype: torch.dtype,
+    processors: int,
+    numbers: Bytes,
+    has_groups: bool,
 ) -> None:
     """Compile the kernels of all numbers of rows in parallel, at a weight's first use."""
-    outputs, inner = size
-    choosers: dict[Kind, Callable[[int], Cut | None]] = {
-        "gated": lambda rows: gated_cut(rows, outputs, processors),
-        "parts": lambda rows: parts_cut(rows, outputs, inner, processors),
-        "plain": lambda rows: whole_cut(rows, outputs, inner, processors),
-    }
-    cuts = {cut for rows in _TILES if (cut := choosers[kind](rows)) is not None}
+    is_int8 = numbers == "INT8"
+    rows = (*_TILES, *int8_cuts.NUMBERS_OF_ROWS) if is_int8 else _TILES
+    found = (_chosen(each, size, processors, kind, is_int8) for each in rows)
+    cuts = {cut for cut in found if cut is not None}
     compile_one = functools.partial(
-        compile_choice, dtype=dtype, kind=kind, is_fp8=True, has_groups=has_groups
+        compile_choice, dtype=dtype, kind=kind, numbers=numbers, has_groups=has_groups
     )
-    with hooks.waiting(f"FP8 products by {outputs} x {inner}"):
+    with hooks.waiting(f"{numbers} products by {size[0]} x {size[1]}"):
         with ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(compile_one, cuts))
 
 
 @functools.lru_cache(maxsize=256)
 def _kernel(
-    cut: Cut, kind: Kind, dtype: torch.dtype, device: torch.device, has_groups: bool
+    cut: Cut,
+    kind: Kind,
+    dtype: torch.dtype,
+    device: torch.device,
+    numbers: Bytes,
+    has_groups: bool,
 ) -> HopperGemm | SkinnyGemm:
     if isinstance(cut, SkinnyShape):
-        return SkinnyGemm(cut, dtype, device, kind, is_fp8=True, has_groups=has_groups)
-    return HopperGemm(cut, dtype, device, kind, is_fp8=True, has_groups=has_groups)
+        return SkinnyGemm(cut, dtype, device, kind, numbers=numbers, has_groups=has_groups)
+    return HopperGemm(cut, dtype, device, kind, numbers=numbers, has_groups=has_groups)
 
 
 def _processors(weight: Fp8Weight) -> int:

@@ -17,7 +17,7 @@ from trimaran.kernels.cuda.driver import (
     tensor_map,
 )
 from trimaran.kernels.quantized import Fp8Inputs
-from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind
+from trimaran.kernels.tables.product_table import INNER_STEP, Bytes, GemmShape, Kind
 
 # Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product, G groups.
 
@@ -76,7 +76,7 @@ class HopperGemm:
         kind: Kind = "plain",
         *,
         overlaps: bool = True,
-        is_fp8: bool = False,
+        numbers: Bytes = "",
         has_groups: bool = False,
     ) -> None:
         shape.check(kind)
@@ -85,7 +85,7 @@ class HopperGemm:
         self._dtype = dtype
         self._has_groups = has_groups
         cluster = shape.cluster(kind)
-        self._kernel = CudaModule(compile_gemm(shape, dtype, kind, is_fp8, has_groups)).kernel(
+        self._kernel = CudaModule(compile_gemm(shape, dtype, kind, numbers, has_groups)).kernel(
             "gemm",
             device,
             num_threads=128 * (shape.warpgroups + 1),
@@ -102,14 +102,15 @@ class HopperGemm:
         """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
         return self._multiply(x_TD, weight_ED, x_TD.dtype)
 
-    def multiply_fp8(
+    def multiply_bytes(
         self, x_TD: Tensor, scales_T: Tensor, weight_ED: Tensor, scales_E: Tensor
     ) -> Tensor:
-        """The same of e4m3 values that are multiplied by float32 scales of rows, in the dtype
-        of the kernel.
+        """The same of e4m3 or int8 values that are multiplied by float32 scales of rows, in the
+        dtype of the kernel.
 
-        D is a multiple of 16. Sums are added to float32 after each 128 values. For a kernel
-        that was made with ``is_fp8``; with ``has_groups``, ``scales_T`` is [G, P] of `Fp8Rows`.
+        D is a multiple of 16. Sums of e4m3 are added to float32 after each 128 values, sums of
+        int8 are exact integers. For a kernel that was made with ``numbers``; with
+        ``has_groups``, ``scales_T`` is [G, P] of `Fp8Rows`.
         """
         pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
         return self._multiply(*pairs, self._dtype, (scales_T, scales_E))
@@ -177,7 +178,7 @@ def compile_gemm(
     shape: GemmShape,
     dtype: torch.dtype,
     kind: Kind,
-    is_fp8: bool = False,
+    numbers: Bytes = "",
     has_groups: bool = False,
 ) -> bytes:
     """The kernel for this shape; a split's number and ``max_early`` are launch arguments."""
@@ -194,8 +195,10 @@ def compile_gemm(
         defines.append("GEMM_GATED")
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")
-    if is_fp8:
-        defines += ["GEMM_FP8", f"GEMM_PRODUCT_CHUNKS={_product_chunks(shape)}"]
+    if numbers:
+        defines.append(f"GEMM_{numbers}")
+    if numbers == "FP8":
+        defines.append(f"GEMM_PRODUCT_CHUNKS={_product_chunks(shape)}")
     if has_groups:
         defines.append("GEMM_GROUPS")
     return load_cubin("gemm", "sm_90a", tuple(defines))

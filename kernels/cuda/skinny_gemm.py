@@ -11,7 +11,13 @@ from torch import Tensor
 from trimaran.kernels.cuda.build import load_cubin
 from trimaran.kernels.cuda.driver import READ_ONCE, CudaModule
 from trimaran.kernels.cuda.hopper_gemm import compile_gemm, weight_tiles
-from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind, SkinnyShape
+from trimaran.kernels.tables.product_table import (
+    INNER_STEP,
+    Bytes,
+    GemmShape,
+    Kind,
+    SkinnyShape,
+)
 
 # Shapes: T tokens, D inner width, E outputs of the weight, G groups.
 
@@ -39,8 +45,9 @@ class _Arguments(ctypes.Structure):
 class SkinnyGemm:
     """Products of one kind and tile shape on one device, for at most ``shape.tokens`` rows.
 
-    bf16 or float16 with sums in float32, D a multiple of 8 and E of 32; or with ``is_fp8`` e4m3
-    with scales of rows and results in ``dtype``, D a multiple of 16. Safe under graph capture.
+    bf16 or float16 with sums in float32, D a multiple of 8 and E of 32; or ``numbers`` of one
+    byte with scales of rows and results in ``dtype``, D a multiple of 16. Safe under graph
+    capture.
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class SkinnyGemm:
         device: torch.device,
         kind: Kind,
         *,
-        is_fp8: bool = False,
+        numbers: Bytes = "",
         has_groups: bool = False,
     ) -> None:
         shape.check(kind)
@@ -58,7 +65,7 @@ class SkinnyGemm:
         self._kind, self._dtype, self._has_groups = kind, dtype, has_groups
         ring = shape.stages(kind) * shape.stage_bytes(kind)
         self._kernel = CudaModule(
-            compile_skinny(shape, dtype, kind, is_fp8, has_groups)
+            compile_skinny(shape, dtype, kind, numbers, has_groups)
         ).kernel(
             "skinny_gemm",
             device,
@@ -72,12 +79,13 @@ class SkinnyGemm:
         """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
         return self._multiply(x_TD, weight_ED, None)
 
-    def multiply_fp8(
+    def multiply_bytes(
         self, x_TD: Tensor, scales_T: Tensor, weight_ED: Tensor, scales_E: Tensor
     ) -> Tensor:
-        """The same of e4m3 values that are multiplied by float32 scales of rows. Sums are added
-        to float32 after each 128 values. For a kernel that was made with ``is_fp8``; with
-        ``has_groups``, ``scales_T`` is [G, P] of `Fp8Rows`."""
+        """The same of e4m3 or int8 values that are multiplied by float32 scales of rows. Sums
+        of e4m3 are added to float32 after each 128 values, sums of int8 are exact integers. For
+        a kernel that was made with ``numbers``; with ``has_groups``, ``scales_T`` is [G, P] of
+        `Fp8Rows`."""
         pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
         return self._multiply(*pairs, (scales_T, scales_E))
 
@@ -124,7 +132,7 @@ def compile_skinny(
     shape: SkinnyShape,
     dtype: torch.dtype,
     kind: Kind,
-    is_fp8: bool = False,
+    numbers: Bytes = "",
     has_groups: bool = False,
 ) -> bytes:
     """The kernel for this shape; a split's number is a launch argument."""
@@ -140,8 +148,8 @@ def compile_skinny(
     ]
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")
-    if is_fp8:
-        defines.append("GEMM_FP8")
+    if numbers:
+        defines.append(f"GEMM_{numbers}")
     return load_cubin("skinny_gemm", "sm_90a", tuple(defines))
 
 
@@ -149,11 +157,11 @@ def compile_choice(
     choice: GemmShape | SkinnyShape,
     dtype: torch.dtype,
     kind: Kind,
-    is_fp8: bool = False,
+    numbers: Bytes = "",
     has_groups: bool = False,
 ) -> None:
     """Compile the kernel of a tile shape of either kernel, or find it in the cache."""
     if isinstance(choice, SkinnyShape):
-        compile_skinny(choice, dtype, kind, is_fp8, has_groups)
+        compile_skinny(choice, dtype, kind, numbers, has_groups)
     else:
-        compile_gemm(choice, dtype, kind, is_fp8, has_groups)
+        compile_gemm(choice, dtype, kind, numbers, has_groups)

@@ -28,6 +28,9 @@ _OPERAND_ROWS = 64
 Kind = Literal["plain", "gated", "parts"]
 """``x @ weight.T``; SwiGLU of the product; or float32 parts that are still to be added up."""
 
+Bytes = Literal["", "FP8", "INT8"]
+"""The numbers of one byte that a kernel multiplies; empty: bfloat16 or float16."""
+
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:

@@ -1,4 +1,5 @@
-"""FP8 products on a GPU: many rows in tiles, and few rows while the weight streams by."""
+"""Products in FP8 or INT8 on a GPU: many rows in tiles, and few rows while the weight streams
+by. Sums of INT8 are exact integers until they are scaled."""
 
 from __future__ import annotations
 
@@ -46,6 +47,27 @@ class Tile(NamedTuple):
     stages: int = 4
     ahead: int = 4
     """Lines of 128 weights of each output that are prefetched before the inputs are ready."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _added(a, b, total, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``total + a @ b`` of a step."""
+    if a.dtype == tl.int8:
+        total = tl.dot(a, b, total, out_dtype=tl.int32)
+    else:
+        # Hopper's own sums have 22 bits: they are added to float32 after every step.
+        total = tl.dot(a, b, total, max_num_imprecise_acc=STEP)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _times(total, first, second):  # type: ignore[no-untyped-def]
+    """Sums times two scales, which broadcast to them."""
+    if total.dtype == tl.int32:
+        # As the kernels in CUDA C++ do: all kernels' results are equal to the bit.
+        return total.to(tl.float32) * (first * second)
+    else:
+        return total * first * second
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -102,7 +124,8 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     if OVERLAPS:
         gdc_wait()
     NUM_STEPS: tl.constexpr = (INNER + FIRST + STEP - 1) // STEP
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    SUM: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros([ROWS, COLUMNS], SUM)
     for step in range(NUM_STEPS):
         values, line = _read_step(tokens, lines, step, INNER, FIRST, STEP)
         if HAS_BLOCKS:
@@ -114,15 +137,15 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
             else:
                 total += tl.dot(values, line) * of_rows[:, None] * of_columns[None, :]
         else:
-            # Hopper's own sums have 22 bits: they are added to float32 after every step.
-            total = tl.dot(values, line, total, max_num_imprecise_acc=STEP)
+            total = _added(values, line, total, STEP)
+    scaled = total
     if not HAS_BLOCKS:
-        total *= tl.load(x_scales + safe_rows)[:, None]
-        total *= tl.load(scales_at)[None, :]
+        of_rows, of_columns = tl.load(x_scales + safe_rows), tl.load(scales_at)
+        scaled = _times(total, of_rows[:, None], of_columns[None, :])
     if HAS_BIAS:
-        total += tl.load(bias + safe_columns).to(tl.float32)[None, :]
+        scaled += tl.load(bias + safe_columns).to(tl.float32)[None, :]
     target = output + safe_rows[:, None] * num_outputs + columns[None, :]
-    tl.store(target, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_column)
+    tl.store(target, scaled.to(output.dtype.element_ty), mask=is_row[:, None] & is_column)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -131,13 +154,15 @@ def _scaled(  # type: ignore[no-untyped-def]
     HAS_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """[COLUMNS, ROWS] sums times their scales, plus the bias."""
+    scaled = total
     if not HAS_BLOCKS:
-        total *= tl.load(x_scales + rows, mask=is_row, other=0.0)[None, :]
-        total *= tl.load(w_scales + columns, mask=is_column, other=0.0)[:, None]
+        of_rows = tl.load(x_scales + rows, mask=is_row, other=0.0)
+        of_columns = tl.load(w_scales + columns, mask=is_column, other=0.0)
+        scaled = _times(total, of_rows[None, :], of_columns[:, None])
     if HAS_BIAS:
         values = tl.load(bias + columns, mask=is_column, other=0.0)
-        total += values.to(tl.float32)[:, None]
-    return total
+        scaled += values.to(tl.float32)[:, None]
+    return scaled
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -150,7 +175,8 @@ def _sums(  # type: ignore[no-untyped-def]
     scales."""
     IS_EVEN: tl.constexpr = FIRST == 0 and INNER % STEP == 0
     inner = tl.arange(0, STEP)
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    SUM: tl.constexpr = tl.int32 if lines.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros([COLUMNS, ROWS], SUM)
     for step in range(begin, end):
         if IS_EVEN:
             line = tl.load(lines + step * STEP)
@@ -165,8 +191,7 @@ def _sums(  # type: ignore[no-untyped-def]
             of_rows, of_columns = tl.load(x_scales + step), tl.load(w_scales + step)
             total += tl.dot(line, values) * of_rows[None, :] * of_columns[:, None]
         else:
-            # Hopper's own sums have 22 bits: they are added to float32 after every step.
-            total = tl.dot(line, values, total, max_num_imprecise_acc=STEP)
+            total = _added(line, values, total, STEP)
     return total
 
 
@@ -216,19 +241,19 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == PARTS - 1
         if is_last:
-            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+            total = tl.zeros([COLUMNS, ROWS], total.dtype)
             for other in range(PARTS):
                 # Bypasses the L1 cache, which does not see writes of other programs.
                 total += tl.load(mine + other * COLUMNS * ROWS, cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if is_last:
-        total = _scaled(
+        scaled = _scaled(
             total, x_scales, w_scales, bias, rows, is_row, columns, is_column, HAS_BLOCKS,
             HAS_BIAS,
         )  # fmt: skip
         target = output + safe_rows[None, :] * num_outputs + columns[:, None]
         is_output = is_column[:, None] & is_row[None, :]
-        tl.store(target, total.to(output.dtype.element_ty), mask=is_output)
+        tl.store(target, scaled.to(output.dtype.element_ty), mask=is_output)
 
 
 _tiles = Launcher(_tile_kernel)
@@ -246,7 +271,7 @@ class Inputs(NamedTuple):
     """Quantized inputs of a product."""
 
     values: Tensor
-    """FP8 [T, D] with contiguous rows."""
+    """FP8 or INT8 [T, D] with contiguous rows."""
 
     scales: Tensor
     """Float32 [T], or [T, G] with blocks."""
@@ -284,7 +309,8 @@ def multiply_stream(
     count = num_tiles(outputs, tile.columns)
     assert rows <= tile.rows and count <= _MAX_TILES
     size = count * tile.parts * tile.columns * tile.rows if tile.parts > 1 else 0
-    sums = torch.empty(size, dtype=torch.float32, device=device)
+    is_integer = weight.values.dtype == torch.int8
+    sums = torch.empty(size, dtype=torch.int32 if is_integer else torch.float32, device=device)
     args = (
         *_operands(x, weight, bias_E), output_TE, sums, _counters(device), rows,
         x.values.stride(0), outputs,

@@ -1,4 +1,5 @@
-"""Inputs of FP8 products, quantized on a GPU: a scale a token, a group of inputs, or static."""
+"""Inputs of products in FP8 or INT8, quantized on a GPU: a scale a token, a group of inputs, or
+static."""
 
 from __future__ import annotations
 
@@ -44,12 +45,39 @@ def as_fp8(value, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _integer_scale(value, static, IS_STATIC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale of a token in INT8; NaN if some values are no numbers, which no byte says."""
+    # In the order of their bits, NaN is the largest of the numbers that are not negative.
+    bits = tl.abs(value).to(tl.int32, bitcast=True)
+    peak = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    if IS_STATIC:
+        scale = tl.load(static) + 0.0 * peak
+    else:
+        peak = tl.maximum(peak, 1e-10, propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.div_rn(peak, 127.0)
+    return scale
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def as_int8(value, scale):  # type: ignore[no-untyped-def]
+    """``value / scale``, clamped and rounded to the nearest, halves to even."""
+    scaled = value * tl.div_rn(1.0, scale)
+    # The sum with 3 * 2**22 has no bits behind the point.
+    clamped = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
+    return ((clamped + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def put_quantized(  # type: ignore[no-untyped-def]
     value, static, values, scales, row, dims, is_dim, width, bound, IS_STATIC: tl.constexpr,
     HAS_BOUND: tl.constexpr, HAS_POWERS: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a token; ``value`` is zero where ``is_dim`` is false."""
-    if IS_STATIC:
+    """Quantizes a token in the dtype of ``values``; ``value`` is zero where ``is_dim`` is
+    false."""
+    IS_INTEGER: tl.constexpr = values.dtype.element_ty == tl.int8
+    if IS_INTEGER:
+        scale = _integer_scale(value, static, IS_STATIC)
+    elif IS_STATIC:
         scale = tl.load(static)
     else:
         peak = tl.max(tl.abs(value), 0)
@@ -57,7 +85,11 @@ def put_quantized(  # type: ignore[no-untyped-def]
             peak = tl.minimum(peak, bound)
         scale = scale_of(peak, HAS_POWERS)
     tl.store(scales + row, scale)
-    tl.store(values + row * width + dims, as_fp8(value, scale), mask=is_dim)
+    if IS_INTEGER:
+        quantized = as_int8(value, scale)
+    else:
+        quantized = as_fp8(value, scale)
+    tl.store(values + row * width + dims, quantized, mask=is_dim)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -191,12 +223,12 @@ def token_warps(width: int) -> int:
 
 
 def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
-    """FP8 values [T, D] and float32 scales [T], also if they are static.
+    """Values [T, D] in the dtype of ``inputs``; float32 scales [T], also if they are static.
 
     bf16, float16 or float32 with contiguous rows. Safe under CUDA graph capture.
     """
     rows, width = x_TD.shape
-    values_TD = torch.empty((rows, width), dtype=FP8, device=x_TD.device)
+    values_TD = torch.empty((rows, width), dtype=inputs.dtype, device=x_TD.device)
     scales_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
     if rows:
         static = inputs.scale

@@ -1,4 +1,4 @@
-"""Norms and gated activations on a GPU whose results are the FP8 inputs of a product."""
+"""Norms and gated activations on a GPU whose results are a product's FP8 or INT8 inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.quantized import FP8, Fp8Inputs, Fp8Rows
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Rows
 from trimaran.kernels.triton.elementwise import CODES, activate
 from trimaran.kernels.triton.fp8_inputs import put_quantized, token_warps
 from trimaran.kernels.triton.launch import Launcher, padded_size
@@ -78,9 +78,9 @@ _norm = Launcher(_norm_kernel)
 _gated = Launcher(_gated_kernel)
 
 
-def _empty(rows: int, width: int, like: Tensor) -> Fp8Rows:
+def _empty(rows: int, width: int, like: Tensor, inputs: Fp8Inputs) -> Fp8Rows:
     return Fp8Rows(
-        torch.empty((rows, width), dtype=FP8, device=like.device),
+        torch.empty((rows, width), dtype=inputs.dtype, device=like.device),
         torch.empty(rows, dtype=torch.float32, device=like.device),
         like.dtype,
     )
@@ -102,7 +102,7 @@ def rms_norm(
     """
     residual = x if residual_TD is None else residual_TD
     rows, width = residual.shape
-    output = _empty(rows, width, residual)
+    output = _empty(rows, width, residual, inputs)
     parts, part_stride = (1, 0) if x.dim() == 2 else (x.shape[0], x.stride(0))
     static = output.scales if inputs.scale is None else inputs.scale
     padded = padded_size(width)
@@ -119,7 +119,7 @@ def rms_norm(
 def gated_activation(gate_up_TE: Tensor, name: str, inputs: Fp8Inputs) -> Fp8Rows:
     """`elementwise.gated_activation`, quantized as `fp8_inputs.quantize_tokens` would."""
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
-    output = _empty(rows, width, gate_up_TE)
+    output = _empty(rows, width, gate_up_TE, inputs)
     static = output.scales if inputs.scale is None else inputs.scale
     args = (
         gate_up_TE, static, output.values, output.scales, gate_up_TE.stride(0), width,

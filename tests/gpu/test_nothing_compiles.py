@@ -257,6 +257,7 @@ ENGINES = {
     "llama, adapters in graphs": ("heads of 128", {"lora": LoraConfig(has_graphs=True)}),
     "llama, deterministic": ("heads of 128", {"deterministic": True}),
     "llama, FP8": ("heads of 128", {"quantization": "fp8"}),
+    "llama, INT8 inputs": ("heads of 128", {"quantization": "w8a8_int8"}),
     "llama, 4 bits": ("heads of 128", {"quantization": "int4"}),
     "llama, FP8 cache": ("heads of 128", {"cache": {"dtype": "fp8"}}),
     "llama, INT8 cache": ("heads of 128", {"cache": {"dtype": "int8"}}),

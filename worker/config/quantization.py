@@ -25,6 +25,7 @@ _SCHEMES: dict[str, Scheme] = {
     "fp8": Fp8Scheme(),
     "fp8_block": Fp8Scheme(block=(128, 128), activations=Activations.GROUP),
     "int8": IntegerScheme(bits=8, group_size=None),
+    "w8a8_int8": IntegerScheme(bits=8, group_size=None, activations=Activations.TOKEN),
     "int4": IntegerScheme(bits=4, group_size=128),
     "int4_g64": IntegerScheme(bits=4, group_size=64),
     "int4_g32": IntegerScheme(bits=4, group_size=32),
@@ -32,10 +33,11 @@ _SCHEMES: dict[str, Scheme] = {
 LOAD_METHODS = tuple(_SCHEMES)
 """Schemes by which float weights are quantized as they are loaded or built: ``fp8`` has a scale
 for each row and token, ``fp8_block`` for 128x128 blocks and groups of 128 inputs, ``int8`` for
-each row, ``int4`` for groups of 128 inputs or as many as its ending says."""
+each row, ``w8a8_int8`` for each row and token, ``int4`` for groups of 128 inputs or as many as
+its ending says."""
 
 _HEAD_BITS = 8
-"""Bits of the head beside integer weights: the head is a large part of a small model."""
+"""Bits of the head beside integer weights alone: the head is a large part of a small model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +164,13 @@ def load_time_quantization(name: str) -> QuantizationConfig:
     if name not in _SCHEMES:
         raise ConfigError(f"quantization is {name!r} but must be one of {', '.join(_SCHEMES)}")
     scheme = _SCHEMES[name]
+    has_floats = isinstance(scheme, Fp8Scheme) or scheme.activations is not None
     rule = SchemeRule(targets=(ANY_LINEAR,), scheme=scheme)
     return QuantizationConfig(
         method="trimaran",
         rules=(rule,),
         quantizes_at_load=True,
-        head_bits=_HEAD_BITS if isinstance(scheme, IntegerScheme) else 0,
+        head_bits=0 if has_floats else _HEAD_BITS,
     )
 
 

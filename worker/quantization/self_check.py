@@ -14,7 +14,7 @@ from trimaran.kernels.fp8_reference import ReferenceProduct
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import Fp8Experts, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import INT8, Fp8Experts, Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.reference import silu_and_mul
 
 _ROWS = (1, 16, 32, 64, 80, 160)
@@ -49,7 +49,8 @@ def check_product(
     def definition(outputs: slice) -> _Product:
         return ReferenceProduct(_part(weight, outputs), inputs)
 
-    kind = _Kind("FP8", weight.values.shape, weight.values.device, dtype)
+    numbers = "INT8" if weight.values.dtype is INT8 else "FP8"
+    kind = _Kind(numbers, weight.values.shape, weight.values.device, dtype)
     _check(product, definition, kind, weight.scales)
     _check(lambda x: _sum_of_parts(product, x), definition, kind, weight.scales)
     _check_groups(product, weight, kind)
@@ -132,7 +133,6 @@ def _check(
     definition: Callable[[slice], _Product],
     kind: _Kind,
     scales: Tensor,
-    num_rows: tuple[int, ...] = _ROWS,
 ) -> None:
     (outputs, inner), device = kind.shape, kind.device
     # The outputs that are compared may have others.
@@ -144,7 +144,7 @@ def _check(
         )
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
-        for rows in num_rows:
+        for rows in _ROWS:
             x = torch.randn((rows, inner), generator=generator, device=device).to(kind.dtype)
             found = product(x)
             if found is None:

@@ -23,10 +23,19 @@
 #define LIST_15 LIST_14 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define LIST_16 LIST_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
+// Sums of INT8 are integers.
+#ifdef GEMM_INT8
+using Sum = int;
+#define SUM(value) "+r"(value)
+#else
+using Sum = float;
+#define SUM(value) "+f"(value)
+#endif
+
 #define CHUNK(c)                                                                             \
-    "+f"(d[8 * c]), "+f"(d[8 * c + 1]), "+f"(d[8 * c + 2]), "+f"(d[8 * c + 3]),              \
-        "+f"(d[8 * c + 4]), "+f"(d[8 * c + 5]), "+f"(d[8 * c + 6]), "+f"(d[8 * c + 7])
-#define SUMS_0 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+    SUM(d[8 * c]), SUM(d[8 * c + 1]), SUM(d[8 * c + 2]), SUM(d[8 * c + 3]),                  \
+        SUM(d[8 * c + 4]), SUM(d[8 * c + 5]), SUM(d[8 * c + 6]), SUM(d[8 * c + 7])
+#define SUMS_0 SUM(d[0]), SUM(d[1]), SUM(d[2]), SUM(d[3])
 #define SUMS_1 CHUNK(0)
 #define SUMS_2 SUMS_1, CHUNK(1)
 #define SUMS_3 SUMS_2, CHUNK(2)

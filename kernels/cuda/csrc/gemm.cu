@@ -16,9 +16,10 @@
 // bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in bfloat16, with a scale for each row.
 // The matrix units' own sums of FP8 have 22 bits: they are added to float32 after each 128.
 // GEMM_GROUPS: rows of x have a scale for each 128 values, which are copied beside them.
+// GEMM_INT8: x and w are signed bytes, copied and scaled likewise; sums are exact integers.
 #include "gemm_sums.cuh"
 #include "wide_product.cuh"
-#ifdef GEMM_FP8
+#if defined(GEMM_FP8) || defined(GEMM_INT8)
 #include "scaled_sums.cuh"
 #endif
 
@@ -136,11 +137,11 @@ __device__ __forceinline__ void release(const Arguments& args, const Place& plac
 }
 
 template <int SUMS>
-__device__ __forceinline__ void clear(float (&sums)[GEMM_MI][SUMS]) {
+__device__ __forceinline__ void clear(Sum (&sums)[GEMM_MI][SUMS]) {
 #pragma unroll
     for (int i = 0; i < GEMM_MI; ++i) {
 #pragma unroll
-        for (int n = 0; n < SUMS; ++n) sums[i][n] = 0.0f;
+        for (int n = 0; n < SUMS; ++n) sums[i][n] = 0;
     }
 }
 
@@ -199,34 +200,49 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
             }
         }
     }
-    scales.apply(args, sums);
+    scales.apply(args, sums, sums);
 }
 #else
+// INT8 is summed up in integers that become `sums` once they are complete.
 __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
                                               Ring& ring, const Tile& tile,
                                               float (&sums)[GEMM_MI][kSums]) {
     const int warpgroup = threadIdx.x / 128, num_steps = tile.num_steps;
     u32 last = 0;
-    clear(sums);
+#ifdef GEMM_INT8
+    Sum totals[GEMM_MI][kSums];
+    Scales scales(args, tile);
+#else
+    float(&totals)[GEMM_MI][kSums] = sums;
+#endif
+    clear(totals);
     for (int n = 0; n < num_steps; ++n, ring.advance()) {
         barrier_wait(ring.filled(), ring.parity);
         const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
         const u64 w = operand(ring.w(), 16);
         products_fence();
 #pragma unroll
-        for (int k = 0; k < kInner / 16; ++k) {
+        for (int k = 0; k < kRowBytes / 32; ++k) {
 #pragma unroll
             for (int i = 0; i < GEMM_MI; ++i) {
-                add_wide_product(sums[i], x + i * (64 * kRowBytes / 16) + 2 * k, w + 2 * k);
+                add_wide_product(totals[i], x + i * (64 * kRowBytes / 16) + 2 * k, w + 2 * k);
             }
         }
         products_commit();
+#ifdef GEMM_INT8
+        if (n == 0) scales.load_rows(args, tile);
+#endif
         products_wait<1>();
         if (n > 0) release(args, place, last);
         last = ring.released();
     }
     products_wait<0>();
     release(args, place, last);
+#ifdef GEMM_INT8
+#pragma unroll
+    for (int i = 0; i < GEMM_MI; ++i) pin(totals[i]);
+    scales.apply(args, totals, sums);
+#endif
 }
 #endif
 

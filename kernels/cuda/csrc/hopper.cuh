@@ -133,6 +133,12 @@ __device__ __forceinline__ void pin(float (&values)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
+template <int COUNT>
+__device__ __forceinline__ void pin(int (&values)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
 #define F8(d, i)                                                                          \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]),           \
         "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

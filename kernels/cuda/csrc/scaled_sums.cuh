@@ -1,4 +1,4 @@
-// The scales of a tile's sums in a product of FP8.
+// The scales of a tile's sums in a product of FP8 or INT8.
 #pragma once
 
 #include "gemm_tiles.cuh"
@@ -6,7 +6,11 @@
 namespace {
 
 // Whether a tile is so wide that its products and scales would not fit registers at once.
+#ifdef GEMM_INT8
+constexpr bool kIsWide = GEMM_MI * kSums > (GEMM_WARPGROUPS < 3 ? 96 : 48);
+#else
 constexpr bool kIsWide = GEMM_PRODUCT_CHUNKS < GEMM_CHUNKS;
+#endif
 
 // Those of this thread's columns, read while the tile is multiplied, and of its rows, which the
 // preceding kernel writes. Scales of a wide tile wait in the first-level cache.
@@ -65,7 +69,9 @@ struct Scales {
     }
 #endif
 
+    // `sums` are `totals` times their scales; both may be the same.
     __device__ __forceinline__ void apply(const Arguments& args,
+                                          const Sum (&totals)[GEMM_MI][kSums],
                                           float (&sums)[GEMM_MI][kSums]) const {
 #pragma unroll
         for (int tile = 0; tile < kSums / 4; ++tile) {
@@ -79,7 +85,8 @@ struct Scales {
             for (int i = 0; i < GEMM_MI; ++i) {
 #pragma unroll
                 for (int n = 4 * tile; n < 4 * tile + 4; ++n) {
-                    sums[i][n] *= of_rows[i][n / 2 % 2] * (n % 2 ? both.y : both.x);
+                    sums[i][n] = static_cast<float>(totals[i][n]) *
+                                 (of_rows[i][n / 2 % 2] * (n % 2 ? both.y : both.x));
                 }
             }
         }

@@ -12,6 +12,7 @@
 // GEMM_FLOAT16: float16 instead of bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in
 // bfloat16, with a scale for each row. The matrix units' own sums of FP8 have 22 bits: they are
 // added to float32 after each 128. SKINNY_GROUPS: rows of x have a scale for each 128 values.
+// GEMM_INT8: x and w are signed bytes, copied and scaled likewise; sums are exact integers.
 #define GEMM_CHUNKS GEMM_PRODUCT_CHUNKS
 #include "cluster.cuh"
 #include "quantized_rows.cuh"
@@ -28,7 +29,7 @@ struct Arguments {
     int split;        // parts
     int max_early;    // stages of weights in flight before the rows of x are ready
     u64 hint_w;       // cache policy of weights
-    const float *scales_x, *scales_w;  // with GEMM_FP8: of each row
+    const float *scales_x, *scales_w;  // with GEMM_FP8 or GEMM_INT8: of each row
     int scale_pitch, last_group;       // with SKINNY_GROUPS: scales of x [groups, pitch]
 };
 
@@ -162,6 +163,15 @@ __device__ __forceinline__ void copy_all_rows(const Arguments& args, Ring ring,
 }
 
 using Sums = float[kBlocks][kSums];
+using Totals = Sum[kBlocks][kSums];  // before they are scaled
+
+__device__ __forceinline__ void clear(Totals& sums) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int n = 0; n < kSums; ++n) sums[block][n] = 0;
+    }
+}
 
 // The row of w, in its half of a tile, of this thread's sums of a block.
 __device__ __forceinline__ int line_of(int block, int half) {
@@ -169,7 +179,7 @@ __device__ __forceinline__ int line_of(int block, int half) {
 }
 
 // The products of a panel with 64 rows of w.
-__device__ __forceinline__ void multiply_piece(const Ring& ring, int piece, float (&sums)[kSums],
+__device__ __forceinline__ void multiply_piece(const Ring& ring, int piece, Sum (&sums)[kSums],
                                                bool adds) {
     const int block = piece % kBlocks;
     const u32 at = ring.panel(piece / kBlocks);
@@ -186,12 +196,12 @@ __device__ __forceinline__ void multiply_piece(const Ring& ring, int piece, floa
     }
 }
 
-#ifdef GEMM_FP8
 // The row of x of this thread's sums of a block.
 __device__ __forceinline__ int token_of(int sum) {
     return sum / 4 * 8 + threadIdx.x % 4 * 2 + sum % 2;
 }
 
+#ifdef GEMM_FP8
 // The scales of this thread's rows of x in the panels of a stage.
 struct Groups {
 #if SKINNY_GROUPS
@@ -246,7 +256,7 @@ __device__ __forceinline__ void multiply_stage(const Ring& ring, Sums& sums,
 }
 
 #else
-__device__ __forceinline__ void multiply_stage(const Ring& ring, Sums& sums) {
+__device__ __forceinline__ void multiply_stage(const Ring& ring, Totals& sums) {
     products_fence();
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece)
@@ -259,7 +269,7 @@ __device__ __forceinline__ void multiply_stage(const Ring& ring, Sums& sums) {
 }
 #endif
 
-#ifdef GEMM_FP8
+#if defined(GEMM_FP8) || defined(GEMM_INT8)
 // The scales of this thread's rows of w, read while the tile is multiplied, and of its rows of
 // x, which the preceding kernel writes.
 struct Scales {
@@ -294,12 +304,14 @@ struct Scales {
         }
     }
 
-    __device__ __forceinline__ void apply(Sums& sums) const {
+    // `sums` are `totals` times their scales; both may be the same.
+    __device__ __forceinline__ void apply(const Totals& totals, Sums& sums) const {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
             for (int n = 0; n < kSums; ++n)
-                sums[block][n] *= of_lines[block][n / 2 % 2] * of_tokens[n / 4 * 2 + n % 2];
+                sums[block][n] = static_cast<float>(totals[block][n]) *
+                                 (of_lines[block][n / 2 % 2] * of_tokens[n / 4 * 2 + n % 2]);
         }
     }
 };
@@ -380,12 +392,8 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 64, 2)
     for (int group = blockIdx.x; group < args.groups; group += gridDim.x) {
         const Work work(args, group);
         Sums sums;
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-            for (int n = 0; n < kSums; ++n) sums[block][n] = 0.0f;
-        }
 #ifdef GEMM_FP8
+        clear(sums);
         Scales scales(args, work);
         Groups groups;
         for (int n = 0; n < work.num_steps; ++n, ring.advance()) {
@@ -394,8 +402,19 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 64, 2)
             groups.load(ring.stage);
             multiply_stage(ring, sums, groups);
         }
-        scales.apply(sums);
+        scales.apply(sums, sums);
+#elif defined(GEMM_INT8)
+        Totals totals;
+        clear(totals);
+        Scales scales(args, work);
+        for (int n = 0; n < work.num_steps; ++n, ring.advance()) {
+            barrier_wait(ring.filled(), ring.parity);
+            if (n == 0) scales.load_tokens(args);
+            multiply_stage(ring, totals);
+        }
+        scales.apply(totals, sums);
 #else
+        clear(sums);
         for (int n = 0; n < work.num_steps; ++n, ring.advance()) {
             barrier_wait(ring.filled(), ring.parity);
             multiply_stage(ring, sums);

@@ -32,19 +32,23 @@ constexpr int kProductSums = GEMM_PRODUCT_CHUNKS ? 8 * GEMM_PRODUCT_CHUNKS : 4;
 #define CODE_(columns, a, b, list, type, adds)                                               \
     "{\n.reg .pred add;\nsetp.eq.u32 add, 1, " adds ";\n"                                    \
     "wgmma.mma_async.sync.aligned.m64n" columns type " {" list "}, " a ", " b                \
-    ", add, 1, 1" TRANSPOSITIONS ";\n}"
+    ", add" MODIFIERS ";\n}"
 #define CODE(...) CODE_(__VA_ARGS__)
 
-// 32 bytes of the inner dimension: 16 numbers of 2 bytes, or 32 of FP8.
-#ifdef GEMM_FP8
+// 32 bytes of the inner dimension: 16 numbers of 2 bytes, or 32 of one byte. Modifiers are the
+// signs of floats, and the orders of numbers of 2 bytes.
+#if defined(GEMM_INT8)
+#define OPERAND_TYPE "k32.s32.s8.s8"
+#define MODIFIERS ""
+#elif defined(GEMM_FP8)
 #define OPERAND_TYPE "k32.f32.e4m3.e4m3"
-#define TRANSPOSITIONS ""
+#define MODIFIERS ", 1, 1"
 #elif defined(GEMM_FLOAT16)
 #define OPERAND_TYPE "k16.f32.f16.f16"
-#define TRANSPOSITIONS ", 0, 0"
+#define MODIFIERS ", 1, 1, 0, 0"
 #else
 #define OPERAND_TYPE "k16.f32.bf16.bf16"
-#define TRANSPOSITIONS ", 0, 0"
+#define MODIFIERS ", 1, 1, 0, 0"
 #endif
 #define WIDE_PRODUCT(adds)                                                                   \
     asm volatile(CODE(JOIN(SHAPE_, GEMM_PRODUCT_CHUNKS), JOIN(LIST_, GEMM_PRODUCT_CHUNKS),   \
@@ -53,11 +57,11 @@ constexpr int kProductSums = GEMM_PRODUCT_CHUNKS ? 8 * GEMM_PRODUCT_CHUNKS : 4;
                  : "l"(x), "l"(w))
 
 // d += (64 rows of x) @ (16 x GEMM_PRODUCT_CHUNKS rows of w).T over 32 bytes of the inner dimension.
-__device__ __forceinline__ void add_wide_product(float (&d)[kProductSums], u64 x, u64 w) {
+__device__ __forceinline__ void add_wide_product(Sum (&d)[kProductSums], u64 x, u64 w) {
     WIDE_PRODUCT("1");
 }
 
 // The same product alone in d.
-__device__ __forceinline__ void put_wide_product(float (&d)[kProductSums], u64 x, u64 w) {
+__device__ __forceinline__ void put_wide_product(Sum (&d)[kProductSums], u64 x, u64 w) {
     WIDE_PRODUCT("0");
 }
