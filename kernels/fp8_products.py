@@ -78,17 +78,18 @@ class GpuFp8Product(Fp8Product):
     row, and by our Hopper kernel for few rows of FP8 and all numbers of rows of INT8.
 
     With ``is_fixed`` a token's result does not depend on the other tokens or their number. All
-    kernels of INT8 make the same bits, since their sums are exact, but sums of parts are not.
+    kernels of INT8 make the same bits without a bias, since their sums are exact; sums of parts
+    are not.
     """
 
     def __init__(self, weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> None:
         self._weight = weight
         self._inputs = inputs
-        is_exact = weight.values.dtype is INT8
-        self._has_parts = not is_fixed
-        self._is_fixed = is_fixed and not is_exact
+        self._is_fixed = is_fixed
+        self._is_exact = weight.values.dtype is INT8
         self._has_library = not is_fixed and can_use_library(weight)
-        self._has_hopper = not self._is_fixed and fp8_gemm.can_multiply(weight)
+        can_choose = not is_fixed or self._is_exact
+        self._has_hopper = can_choose and fp8_gemm.can_multiply(weight)
 
     def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
         """See `Fp8Product`. Safe under CUDA graph capture, as all methods."""
@@ -98,7 +99,7 @@ class GpuFp8Product(Fp8Product):
             if isinstance(x_TD, Fp8Rows)
             else self.quantize(x_TD)
         )
-        if self._is_fixed:
+        if self._is_fixed and not (self._is_exact and bias_E is None):
             return multiply_tiles(x, weight, bias_E, dtype, FIXED_TILE)
         rows, (outputs, inner) = x.values.shape[0], weight.values.shape
         can_use_hopper = self._can_use_hopper(x_TD) and bias_E is None
@@ -116,7 +117,7 @@ class GpuFp8Product(Fp8Product):
 
     def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """Few rows by our Hopper kernel."""
-        if not self._has_parts:
+        if self._is_fixed:
             return None
         # Asked before rows are quantized, because the whole product quantizes them itself.
         if not self._can_use_hopper(x_TD) or not fp8_gemm.can_make_parts(

@@ -1,4 +1,5 @@
-"""FP8 products and experts of a layer: as served, each kernel alone, and bf16 beside."""
+"""FP8 and INT8 products and FP8 experts of a layer: as served, each kernel alone, and bf16
+beside."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from trimaran.kernels.fp8_products import (
     multiply_by_library,
     stream_tile,
 )
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Experts, Fp8Inputs, Fp8Weight
+from trimaran.kernels.quantized import (
+    FP8,
+    INT8,
+    BlockMap,
+    Fp8Experts,
+    Fp8Inputs,
+    Fp8Weight,
+)
 from trimaran.kernels.triton.fp8_gemm import (
     MAX_STREAM_ROWS,
     Inputs,
@@ -49,8 +57,8 @@ _MANY_ROWS = 1024
 def cases(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: list[int]
 ) -> Iterator[KernelCase]:
-    """Each product of a layer with scales a row and with blocks; the column ``torch`` has the
-    same product in ``dtype`` by our operators."""
+    """Each product of a layer in FP8 with scales a row and with blocks, and in INT8; the column
+    ``torch`` has the same product in ``dtype`` by our operators."""
     sizes = {
         "qkv": (shape.hidden, shape.query_width + 2 * shape.kv_width),
         "out": (shape.query_width, shape.hidden),
@@ -60,8 +68,8 @@ def cases(
         sizes["down"] = shape.inner, shape.hidden
     for count in rows:
         for name, size in sizes.items():
-            for is_block in (False, True):
-                yield from _cases(name, (count, *size), is_block, device, dtype)
+            for kind in ("row", "block", "INT8"):
+                yield from _cases(name, (count, *size), kind, device, dtype)
         if shape.experts > 1:
             for is_block in (False, True):
                 yield _experts(shape, device, dtype, count, is_block=is_block)
@@ -106,7 +114,7 @@ def _experts(
 def _stack(
     experts: int, outputs: int, inner: int, is_block: bool, device: torch.device
 ) -> Fp8Experts:
-    one = _weight(outputs, inner, is_block, device)
+    one = _weight(outputs, inner, "block" if is_block else "row", device)
     values = torch.empty((experts, outputs, inner), device=device, dtype=FP8)
     values.copy_(one.values)
     scales = one.scales.expand(experts, *one.scales.shape).contiguous()
@@ -116,7 +124,7 @@ def _stack(
 def _cases(
     name: str,
     size: tuple[int, int, int],
-    is_block: bool,
+    kind: str,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[KernelCase]:
@@ -124,19 +132,19 @@ def _cases(
 
     def make() -> _Set:
         x = torch.randn((rows, inner), device=device, dtype=dtype)
-        weight = _weight(outputs, inner, is_block, device)
-        product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+        weight = _weight(outputs, inner, kind, device)
+        inputs = Fp8Inputs(dtype=weight.values.dtype)
+        product = GpuFp8Product(weight, inputs, is_fixed=False)
         return x, product.quantize(x), product, weight
 
     num_bytes = inner * outputs + rows * (inner + outputs * dtype.itemsize)
     sets = rotated(make, num_bytes)
-    kind = f"{name} {'block' if is_block else 'row'}"
 
     def case(kernel: str, run: Callable[[_Set], object], **more: object) -> KernelCase:
         return KernelCase(
-            name=f"{kind} {kernel}",
+            name=f"{name} {kind} {kernel}",
             shape=f"{rows} x {inner} x {outputs}",
-            dtype="float8_e4m3fn",
+            dtype=str(sets[0][3].values.dtype).removeprefix("torch."),
             run=in_turn(run, sets),
             num_bytes=num_bytes,
             # The unit of the limit is a product in 16 bits, which takes twice the time.
@@ -179,9 +187,11 @@ def _multiply(each: _Set, *, tile: Tile, dtype: torch.dtype) -> Tensor:
     return multiply_tiles(each[1], each[3], None, dtype, tile)
 
 
-def _weight(outputs: int, inner: int, is_block: bool, device: torch.device) -> Fp8Weight:
+def _weight(outputs: int, inner: int, kind: str, device: torch.device) -> Fp8Weight:
     values = torch.randn((outputs, inner), device=device, dtype=torch.bfloat16).to(FP8)
-    if not is_block:
+    if kind == "INT8":
+        values = torch.randint(-127, 128, (outputs, inner), device=device, dtype=INT8)
+    if kind != "block":
         return Fp8Weight(values, torch.full((outputs,), 0.02, device=device))
     rows = (torch.arange(outputs) // _BLOCK).to(torch.int32)
     shape = (-(-outputs // _BLOCK), -(-inner // _BLOCK))

@@ -10,7 +10,9 @@ import torch
 
 from trimaran.bench.limits.ranks import Ranks
 from trimaran.bench.limits.roofline import Ceilings, ModelShape
-from trimaran.kernels.quantized import FP8
+from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.quantized import FP8, INT8, Fp8Inputs, Fp8Rows, Fp8Weight
+from trimaran.kernels.tables.product_table import Bytes
 
 _ROWS = 8192
 _USABLE = 0.9
@@ -23,11 +25,11 @@ def measure(
     dtype: torch.dtype,
     seconds: float,
     *,
-    has_fp8: bool = False,
+    numbers: Bytes = "",
 ) -> Ceilings:
     """Run the layer's own products for ``seconds``, then copies; returns the sustained rates.
 
-    With ``has_fp8`` the products run with FP8 weights and inputs too, on a GPU.
+    With ``numbers`` the products run with weights and inputs of these too, on a GPU.
 
     A GPU under load lowers its clock: a short burst would give a ceiling that no longer run can
     reach.
@@ -36,8 +38,9 @@ def measure(
         run, flops_a_run = _products(shape, device, dtype)
         flops = flops_a_run * _calls_per_s(run, device, seconds)
         quantized_flops = 0.0
-        if has_fp8 and device.type == "cuda":
-            run, flops_a_run = _fp8_products(shape, device)
+        if numbers and device.type == "cuda":
+            of_numbers = _fp8_products if numbers == "FP8" else _int8_products
+            run, flops_a_run = of_numbers(shape, device)
             quantized_flops = flops_a_run * _calls_per_s(run, device, seconds)
         bandwidth = _copy_rate(device)
     if device.type == "cuda":
@@ -58,13 +61,13 @@ def measure_all(
     dtype: torch.dtype,
     seconds: float,
     *,
-    has_fp8: bool = False,
+    numbers: Bytes = "",
 ) -> Ceilings:
     """The sum of the rates that the devices of all ranks sustain at the same time.
     Collective.
     """
     ranks.barrier()
-    every = ranks.of_all(measure(shape, ranks.device, dtype, seconds, has_fp8=has_fp8))
+    every = ranks.of_all(measure(shape, ranks.device, dtype, seconds, numbers=numbers))
     memories = [each.memory for each in every]
     return Ceilings(
         flops=sum(each.flops for each in every),
@@ -121,6 +124,28 @@ def _fp8_products(shape: ModelShape, device: torch.device) -> _Runs:
     def run() -> None:
         for x, weight, of_x, of_weight in products:
             torch._scaled_mm(x, weight, of_x, of_weight, out_dtype=torch.bfloat16)
+
+    return run, sum(2.0 * _ROWS * inputs * outputs for inputs, outputs in _sizes(shape))
+
+
+def _int8_products(shape: ModelShape, device: torch.device) -> _Runs:
+    """The same in INT8 by our own kernel: the library's product, which scales nothing, takes
+    twice the time."""
+    ops = select_ops(device, torch.bfloat16)
+    products = []
+    for inputs, outputs in _sizes(shape):
+        x, values = (
+            torch.randint(-127, 128, (rows, inputs), device=device, dtype=INT8)
+            for rows in (_ROWS, outputs)
+        )
+        weight = Fp8Weight(values, torch.ones(outputs, device=device))
+        product = ops.int8_product(weight, Fp8Inputs(dtype=INT8))
+        assert product is not None, "every GPU multiplies INT8"
+        products.append((product, Fp8Rows(x, torch.ones(_ROWS, device=device), torch.bfloat16)))
+
+    def run() -> None:
+        for product, x in products:
+            product(x)
 
     return run, sum(2.0 * _ROWS * inputs * outputs for inputs, outputs in _sizes(shape))
 

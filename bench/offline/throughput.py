@@ -36,6 +36,7 @@ from trimaran.bench.offline.load import Load
 from trimaran.bench.offline.peers import PeerRun, check_installed, run_peer
 from trimaran.bench.results import results
 from trimaran.comm.errors import ConfigError
+from trimaran.kernels.tables.product_table import Bytes
 from trimaran.worker.config.engine_config import ParallelConfig
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.kv_cache_dtype import (
@@ -235,6 +236,9 @@ _WEIGHT_BYTES = {
 }
 """Bytes of an element of a layer's weights by ``--quantization``, with a group's scale."""
 
+_INPUTS: dict[str, Bytes] = {"fp8": "FP8", "fp8_block": "FP8", "w8a8_int8": "INT8"}
+"""The numbers that are multiplied, where inputs are quantized too."""
+
 
 def _shape(
     args: argparse.Namespace, folder: str, model: PretrainedConfig, *, is_gpu: bool
@@ -272,7 +276,7 @@ def _limits(
         ranks,
         dtype_by_name(model.dtype),
         args.ceiling_seconds,
-        has_fp8=args.quantization.startswith("fp8"),
+        numbers=_INPUTS.get(args.quantization, ""),
     )
     if ranks.is_leader:
         print(f"ceilings: {limits}")

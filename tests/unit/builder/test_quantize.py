@@ -25,7 +25,9 @@ TEXT = (
     "We told him that we had come a long way, and that we hoped to be home before dark. "
 ) * 2
 CONFIG = models.llama_config(hidden_size=96, intermediate_size=160, head_dim=32)
-NUMBERS = {"fp8": "FP8", "fp8_block": "FP8", "int8": "INT8", "int4_g32": "INT4"}
+NUMBERS = {
+    "fp8": "FP8", "fp8_block": "FP8", "int8": "INT8", "w8a8_int8": "INT8", "int4_g32": "INT4",
+}  # fmt: skip
 
 
 def parameters(folder: EngineFolder):
@@ -38,7 +40,7 @@ def parameters(folder: EngineFolder):
 
 
 @pytest.mark.parametrize("file_size", ["5GB", "50KB"])
-@pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8", "int4_g32"])
+@pytest.mark.parametrize("name", list(NUMBERS))
 def test_a_quantized_folder_loads_as_its_source_quantized_by_a_load(
     name, file_size, tmp_path, trimaran
 ):
@@ -77,6 +79,14 @@ def test_a_folder_with_quantized_experts_loads_as_its_source_quantized_by_a_load
     assert "layers.0.mlp.experts.down_weight_scale" in found
     assert found.keys() == expected.keys()
     assert all(found[key].equal(expected[key]) for key in found)
+
+
+def test_a_text_without_effect_on_int8_inputs_is_refused(tmp_path, trimaran):
+    models.save_huggingface(tmp_path / "floats", CONFIG, dtype=torch.bfloat16)
+    flags = ("--quantization", "w8a8_int8", "--calib", tmp_path / "text")
+    words = ("quantize", "--checkpoint", tmp_path / "floats", "--output", tmp_path / "out")
+    done = trimaran(*words, *flags)
+    assert done.code == 2 and "Name --qformat int8_sq" in done.err
 
 
 def test_quantized_values_times_scales_equal_the_floats(tmp_path, trimaran):

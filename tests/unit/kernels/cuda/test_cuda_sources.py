@@ -11,6 +11,10 @@ from trimaran.kernels.cuda.build import SOURCES
 CHUNKS = (1, 2, 7, 16)
 GEMM = "-DGEMM_MI=1 -DGEMM_WARPGROUPS=1 -DGEMM_STAGES=4 -DGEMM_SHARES_WEIGHTS=0"
 GROUPED = "-DGROUPED_MI=1 -DGROUPED_WARPGROUPS=1 -DGROUPED_EXPERTS=8 -DGEMM_STAGES=4"
+SKINNY = (
+    "-DSKINNY_LINES=56 -DSKINNY_PANELS=1 -DSKINNY_STAGES=8 -DSKINNY_GATED=1 -DSKINNY_PARTS=0 "
+    "-DSKINNY_GROUPS=0"
+)
 UNITS = "-DINT_GROUPS=2 -DINT_ZEROS=1 -DINT_SCALES=0"
 VARIANTS = {
     "gemm": [
@@ -21,7 +25,12 @@ VARIANTS = {
             "-DGEMM_SPLIT=1 -DGEMM_PARTS=0 -DGEMM_GATED",
             "-DGEMM_SPLIT=0 -DGEMM_PARTS=1",
         )
-        for numbers in ("", "-DGEMM_FLOAT16", "-DGEMM_FP8")
+        for numbers in ("", "-DGEMM_FLOAT16", "-DGEMM_FP8", "-DGEMM_INT8")
+    ],
+    "skinny_gemm": [
+        f"{SKINNY} -DSKINNY_TOKENS={16 * chunks or 8} -DGEMM_PRODUCT_CHUNKS={chunks} {numbers}"
+        for chunks in (0, 1, 4)
+        for numbers in ("", "-DGEMM_FP8", "-DGEMM_INT8", "-DGEMM_INT8 -DGEMM_FLOAT16")
     ],
     "grouped_gemm": [
         f"{GROUPED} -DGEMM_CHUNKS={chunks} {numbers}"

@@ -1,4 +1,5 @@
-"""FP8 kernels compile for a Hopper GPU, on a machine without one, to its matrix units."""
+"""Kernels of FP8 and INT8 compile for a Hopper GPU, on a machine without one, to its matrix
+units."""
 
 from __future__ import annotations
 
@@ -30,3 +31,29 @@ def test_a_product_uses_the_matrix_units_for_fp8(kernel, scales, compile_for_hop
         OVERLAPS=True,
     )  # fmt: skip
     assert made.ptx.count("wgmma.mma_async") == made.ptx.count("e4m3.e4m3") > 0
+
+
+@pytest.mark.parametrize("kernel", ["_tile_kernel", "_stream_kernel"])
+def test_a_product_uses_the_matrix_units_for_int8(kernel, compile_for_hopper):
+    types = {**TYPES, **dict.fromkeys(("x", "weight"), "*i8"), "sums": "*i32"}
+    made = compile_for_hopper(
+        f"fp8_gemm.{kernel}", types, ("x_stride", "num_outputs"), {"num_stages": 4},
+        INNER=4096, FIRST=0, COLUMNS_OF_SCALES=1, HAS_BLOCKS=False, HAS_BIAS=True, ROWS=64,
+        COLUMNS=128, STEP=128, IS_UNIFORM=False, TOGETHER=8, PARTS=2, AHEAD=4, OVERLAPS=True,
+    )  # fmt: skip
+    assert made.ptx.count("wgmma.mma_async") == made.ptx.count(".s32.s8.s8") > 0
+
+
+@pytest.mark.parametrize("is_static", [True, False])
+def test_inputs_of_int8_are_rounded_after_they_are_clamped(is_static, compile_for_hopper):
+    types = {
+        **dict.fromkeys(("x",), "*bf16"), "values": "*i8",
+        **dict.fromkeys(("static", "scales"), "*fp32"), "bound": "fp32",
+    }  # fmt: skip
+    made = compile_for_hopper(
+        "fp8_inputs._tokens_kernel", types, ("x_stride", "width"), {},
+        PADDED=4096, IS_STATIC=is_static, HAS_BOUND=False, HAS_POWERS=False, OVERLAPS=True,
+    )  # fmt: skip
+    # A product and the sum that rounds it would be one operation, with another result. Zero
+    # times the largest value, added to a static scale, is one.
+    assert made.ptx.count("fma.rn") == int(is_static)

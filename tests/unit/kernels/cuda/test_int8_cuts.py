@@ -1,0 +1,39 @@
+"""The cuts of INT8 products of many rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from trimaran.kernels.cuda import int8_cuts
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+def test_the_kernel_supports_every_tile(kind):
+    for columns in int8_cuts.widths(kind):
+        int8_cuts.tile_of(columns).check(kind)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "kind", "columns"),
+    [
+        # 2 pairs of tiles of rows times 32 of columns fill the 66 pairs of processors once.
+        (512, 6144, "plain", 192),
+        (512, 4096, "plain", 128),
+        (1024, 4096, "plain", 256),
+        # 3 times 39 take two turns, and narrower tiles take three.
+        (768, 6144, "plain", 160),
+        (256, 28672, "gated", 224),
+        # Tiles of fewer columns would take as long as these.
+        (129, 4096, "plain", 96),
+    ],
+)
+def test_the_tile_is_the_one_that_the_processors_multiply_soonest(rows, outputs, kind, columns):
+    assert int8_cuts.choose(rows, outputs, 132, kind).columns == columns
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated"])
+@pytest.mark.parametrize("outputs", [96, 4096, 28672])
+def test_all_tiles_are_known_before_the_rows_are(outputs, kind):
+    known = {int8_cuts.choose(rows, outputs, 132, kind) for rows in int8_cuts.NUMBERS_OF_ROWS}
+    for rows in (129, 255, 257, 1000, 8191, 16384, 20000, 100_000):
+        assert int8_cuts.choose(rows, outputs, 132, kind) in known
