@@ -104,7 +104,8 @@ class GpuFp8Product(Fp8Product):
         rows, (outputs, inner) = x.values.shape[0], weight.values.shape
         can_use_hopper = self._can_use_hopper(x_TD) and bias_E is None
         if can_use_hopper and fp8_gemm.can_multiply_whole(rows, weight):
-            return fp8_gemm.multiply(Fp8Rows(x.values, x.scales, dtype), weight)
+            quantized = Fp8Rows(x.values, x.scales, dtype)
+            return fp8_gemm.multiply(quantized, weight, is_fixed=self._is_fixed)
         is_grouped = isinstance(x_TD, Fp8Rows) and x_TD.has_groups
         assert not is_grouped, "other kernels take a scale a token"
         if rows <= MAX_STREAM_ROWS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,8 +168,11 @@ def _beside_others(shape: SkinnyShape, inner: int, shared_kib: int) -> SkinnySha
 
 
 @functools.lru_cache(maxsize=1024)
-def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> Cut | None:
-    """The cut of a product that is stored whole; None if another kernel is faster.
+def whole_cut(
+    num_rows: int, outputs: int, inner: int, processors: int, *, is_split: bool = True
+) -> Cut | None:
+    """The cut of a product that is stored whole; None if another kernel is faster. Unless
+    ``is_split`` no blocks share the inputs, whose sums they add up in float32.
 
     On an H200 128 rows by 6,144 outputs of 4,096 values take 14.1 us with the quantization, by
     the library 16.0; 4,096 outputs of 14,336 values 30 and 42. A graph of layers of the 8B
@@ -189,7 +193,10 @@ def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> Cut |
         exchange = 0 if split == 1 else 8
         return -(-tiles * split // processors) * columns / split + exchange
 
-    splits = [split for split in (1, 2, 3) if split == 1 or inner >= split * _MIN_INPUTS]
+    most = 3 if is_split else 1
+    splits = [
+        split for split in range(1, most + 1) if split == 1 or inner >= split * _MIN_INPUTS
+    ]
     cuts = [(columns, split) for split in splits for columns in _COLUMNS]
     return GemmShape(_tile_rows(num_rows), *min(cuts, key=weights_of_a_block))
 
@@ -213,29 +220,41 @@ def _tile_rows(num_rows: int) -> int:
     return next(rows for rows in (64, 128, 256) if num_rows <= rows)
 
 
-def _cut_of(num_rows: int, weight: Fp8Weight, kind: Kind) -> Cut | None:
-    """The cut of a product by a weight; None if another kernel is faster."""
-    values = weight.values
-    return _chosen(num_rows, values.shape, _processors(weight), kind, values.dtype is INT8)
+class _Product(NamedTuple):
+    """A product by a weight, by what its cuts depend on."""
+
+    size: torch.Size
+    processors: int
+    kind: Kind
+    numbers: Bytes
+    is_fixed: bool
+
+    @classmethod
+    def of(cls, weight: Fp8Weight, kind: Kind, *, is_fixed: bool = False) -> _Product:
+        """The product by a weight. If ``is_fixed`` all cuts make the same bits, which only
+        those of INT8 can."""
+        numbers: Bytes = "INT8" if weight.values.dtype is INT8 else "FP8"
+        return cls(weight.values.shape, _processors(weight), kind, numbers, is_fixed)
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(
-    num_rows: int, size: torch.Size, processors: int, kind: Kind, is_int8: bool
-) -> Cut | None:
-    outputs, inner = size
+def _cut_of(num_rows: int, product: _Product) -> Cut | None:
+    """The cut of a product; None if another kernel is faster."""
+    (outputs, inner), processors, kind, numbers, is_fixed = product
+    is_int8 = numbers == "INT8"
+    assert is_int8 or not is_fixed, "sums of FP8 depend on the cut"
     if kind == "parts":
-        return parts_cut(num_rows, outputs, inner, processors)
+        return None if is_fixed else parts_cut(num_rows, outputs, inner, processors)
     if is_int8 and num_rows > MAX_ROWS:
         return int8_cuts.choose(num_rows, outputs, processors, kind)
     if kind == "gated":
         return gated_cut(num_rows, outputs, processors)
-    return whole_cut(num_rows, outputs, inner, processors)
+    return whole_cut(num_rows, outputs, inner, processors, is_split=not is_fixed)
 
 
 def can_gate(num_rows: int, weight: Fp8Weight) -> bool:
     """Whether `multiply_gated` takes so many rows; see `gated_cut`."""
-    return _cut_of(num_rows, weight, "gated") is not None
+    return _cut_of(num_rows, _Product.of(weight, "gated")) is not None
 
 
 def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
@@ -246,9 +265,7 @@ def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     values take 30.9 and 37.6 us on an H200; Triton's product and SwiGLU of 64 rows take 37.4,
     the library's and SwiGLU of 128 rows 44.0. The bytes take 28 at 4.2 TB/s.
     """
-    cut = _cut_of(x.values.shape[0], weight, "gated")
-    assert cut is not None, "another kernel multiplies so many rows"
-    return _multiply(x, weight, cut, "gated")
+    return _multiply(x, weight, _Product.of(weight, "gated"))
 
 
 def takes_groups(num_rows: int, weight: Fp8Weight) -> bool:
@@ -261,50 +278,40 @@ def takes_groups(num_rows: int, weight: Fp8Weight) -> bool:
 
 def can_make_parts(num_rows: int, weight: Fp8Weight) -> bool:
     """Whether `multiply_parts` takes so many rows; see `parts_cut`."""
-    return _cut_of(num_rows, weight, "parts") is not None
+    return _cut_of(num_rows, _Product.of(weight, "parts")) is not None
 
 
 def multiply_parts(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, if it `can_make_parts`; of rows
     with groups if it `takes_groups`."""
-    cut = _cut_of(x.values.shape[0], weight, "parts")
-    assert cut is not None, "another kernel multiplies so many rows"
-    return _multiply(x, weight, cut, "parts")
+    return _multiply(x, weight, _Product.of(weight, "parts"))
 
 
 def can_multiply_whole(num_rows: int, weight: Fp8Weight) -> bool:
     """Whether `multiply` takes so many rows; see `whole_cut`."""
-    return _cut_of(num_rows, weight, "plain") is not None
+    return _cut_of(num_rows, _Product.of(weight, "plain")) is not None
 
 
-def multiply(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
-    """``x @ weight.T`` [T, E], if it `can_multiply_whole`."""
-    cut = _cut_of(x.values.shape[0], weight, "plain")
+def multiply(x: Fp8Rows, weight: Fp8Weight, *, is_fixed: bool = False) -> Tensor:
+    """``x @ weight.T`` [T, E], if it `can_multiply_whole`. With ``is_fixed``, for INT8 alone, a
+    row's result depends neither on the other rows nor on their number."""
+    return _multiply(x, weight, _Product.of(weight, "plain", is_fixed=is_fixed))
+
+
+def _multiply(x: Fp8Rows, weight: Fp8Weight, product: _Product) -> Tensor:
+    cut = _cut_of(x.values.shape[0], product)
     assert cut is not None, "another kernel multiplies so many rows"
-    return _multiply(x, weight, cut, "plain")
-
-
-def _multiply(x: Fp8Rows, weight: Fp8Weight, cut: Cut, kind: Kind) -> Tensor:
-    numbers: Bytes = "INT8" if weight.values.dtype is INT8 else "FP8"
-    _compile(weight.values.shape, kind, x.dtype, _processors(weight), numbers, x.has_groups)
-    kernel = _kernel(cut, kind, x.dtype, x.values.device, numbers, x.has_groups)
+    _compile(product, x.dtype, x.has_groups)
+    kernel = _kernel(cut, product.kind, x.dtype, x.values.device, product.numbers, x.has_groups)
     return kernel.multiply_bytes(x.values, x.scales, weight.values, weight.scales)
 
 
 @functools.lru_cache(maxsize=1024)
-def _compile(
-    size: torch.Size,
-    kind: Kind,
-    dtype: torch.dtype,
-    processors: int,
-    numbers: Bytes,
-    has_groups: bool,
-) -> None:
+def _compile(product: _Product, dtype: torch.dtype, has_groups: bool) -> None:
     """Compile the kernels of all numbers of rows in parallel, at a weight's first use."""
-    is_int8 = numbers == "INT8"
-    rows = (*_TILES, *int8_cuts.NUMBERS_OF_ROWS) if is_int8 else _TILES
-    found = (_chosen(each, size, processors, kind, is_int8) for each in rows)
-    cuts = {cut for cut in found if cut is not None}
+    size, _, kind, numbers, _ = product
+    rows = (*_TILES, *int8_cuts.NUMBERS_OF_ROWS) if numbers == "INT8" else _TILES
+    cuts = {cut for each in rows if (cut := _cut_of(each, product)) is not None}
     compile_one = functools.partial(
         compile_choice, dtype=dtype, kind=kind, numbers=numbers, has_groups=has_groups
     )

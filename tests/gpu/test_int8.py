@@ -75,10 +75,13 @@ def test_products_have_the_bits_of_exact_sums(rows, outputs, inner, dtype):
     product = GpuFp8Product(weight, TOKENS, is_fixed=False)
     quantized = product.quantize(x)
     expected, found, parts = exact(quantized, weight), product(x), product.parts(x)
-    assert found.dtype is dtype and found.equal(expected.to(dtype))
+    assert found.dtype is dtype and error(found, expected) < TOLERANCE
+    # Some blocks share the inputs of such numbers of rows, and add up their sums in float32.
+    if not 64 < rows <= 128:
+        assert found.equal(expected.to(dtype))
     assert product(Fp8Rows(*quantized, dtype)).equal(found)
     fixed = GpuFp8Product(weight, TOKENS, is_fixed=True)
-    assert fixed(x).equal(found) and fixed.parts(x) is None
+    assert fixed(x).equal(expected.to(dtype)) and fixed.parts(x) is None
     if parts is not None:
         assert parts.dtype is torch.float32
         assert error(parts.sum(0), expected) < TOLERANCE
@@ -138,7 +141,8 @@ def test_every_tile_of_many_rows_multiplies_exactly(rows, kind, columns):
     weight, x = weight_of(1056, 528), rows_of(rows, 528)
     quantized = Fp8Rows(*quantize_tokens(x, TOKENS), x.dtype)
     cut = int8_cuts.tile_of(columns)
-    found = fp8_gemm._multiply(quantized, weight, cut, kind)
+    kernel = fp8_gemm._kernel(cut, kind, x.dtype, DEVICE, "INT8", False)
+    found = kernel.multiply_bytes(*quantized[:2], *weight[:2])
     expected = exact(quantized, weight)
     if kind == "gated":
         assert error(found, silu_and_mul(expected)) < TOLERANCE
