@@ -26,7 +26,7 @@ Piece: TypeAlias = "str | list[Any] | dict[str, Any]"
 
 VARINT, FIXED64, DELIMITED, GROUP, END_GROUP, FIXED32 = range(6)
 _KEY_BYTES = 2
-"""Of a delimited field, without its value: those of the number and of the length, or more."""
+"""A delimited field without its value has so many, for the number and the length, or more."""
 
 
 def build(piece: Piece) -> bytes:
