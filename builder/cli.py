@@ -36,7 +36,11 @@ from trimaran.builder.settings import (
     pretrained_config,
     rank_mapping,
 )
-from trimaran.builder.smoothquant_flags import add_smoothquant_flags, checkpoint_source
+from trimaran.builder.smoothquant_flags import (
+    SourceCheckpoint,
+    add_smoothquant_flags,
+    source_checkpoint,
+)
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.builder.weight_only_flags import add_weight_only_flags
 from trimaran.comm.errors import ConfigError
@@ -84,16 +88,17 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, _FOREIGN))
-    with checkpoint_source(args) as source:
-        mapping = _write(args, source)
+    with source_checkpoint(args) as checkpoint:
+        mapping = _write(args, checkpoint)
     if mapping is not None:
         say_done("build", args.output, mapping, began)
     return 0
 
 
-def _write(args: argparse.Namespace, source: EngineFolder) -> RankMapping | None:
+def _write(args: argparse.Namespace, checkpoint: SourceCheckpoint) -> RankMapping | None:
     """Write the engine folder; None if --dry-run wrote nothing."""
     _say_tokenizer(args.checkpoint)
+    source = checkpoint.outline
     mapping = rank_mapping(args, source)
     config = with_kv_cache_dtype(args, source, pretrained_config(args, source))
     limits = build_config(args, config, plugin_values(args))
@@ -108,7 +113,9 @@ def _write(args: argparse.Namespace, source: EngineFolder) -> RankMapping | None
             "nothing"
         )
         return None
-    with replaced_folder(args.output) as folder:
+    with replaced_folder(args.output, has_sources=checkpoint.make is not None) as folder:
+        if not args.save_config_only:
+            source = checkpoint.with_tensors()
         shards = _shards(args, source, config, mapping, folder)
         write_kv_scales(args, source, config, folder)
         write_files(folder, tokenizer)

@@ -29,7 +29,11 @@ from trimaran.builder.settings import (
     pretrained_config,
     rank_mapping,
 )
-from trimaran.builder.smoothquant_flags import add_smoothquant_flags, checkpoint_source
+from trimaran.builder.smoothquant_flags import (
+    SourceCheckpoint,
+    add_smoothquant_flags,
+    source_checkpoint,
+)
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.builder.weight_only_flags import add_weight_only_flags
 from trimaran.comm.errors import ConfigError
@@ -68,13 +72,14 @@ def _convert(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
     args = _with_tensor_parallelism(args)
-    with checkpoint_source(args) as source:
-        mapping = _write(args, source)
+    with source_checkpoint(args) as checkpoint:
+        mapping = _write(args, checkpoint)
     say_done("convert", args.output, mapping, began)
     return 0
 
 
-def _write(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
+def _write(args: argparse.Namespace, checkpoint: SourceCheckpoint) -> RankMapping:
+    source = checkpoint.outline
     if source.kind is not FolderKind.HUGGINGFACE:
         raise ConfigError(
             f"{args.checkpoint}: is converted already. Name the Hugging Face folder, or go on "
@@ -83,13 +88,14 @@ def _write(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     mapping = rank_mapping(args, source)
     config = with_kv_cache_dtype(args, source, pretrained_config(args, source))
     tokenizer = tokenizer_files(source)
-    with replaced_folder(args.output) as folder:
+    with replaced_folder(args.output, has_sources=checkpoint.make is not None) as folder:
         shards: ShardTable = []
         if args.save_config_only:
             empty(folder)
         else:
             from trimaran.builder.shards import write_shards  # imports torch
 
+            source = checkpoint.with_tensors()
             shards = write_shards(source, config, mapping, folder, args.workers)
         write_kv_scales(args, source, config, folder)
         write_files(folder, tokenizer)

@@ -62,6 +62,12 @@ def has_finished_units(folder: Path) -> bool:
     return len(_lines_of(folder / JOURNAL_FILE)) > 1
 
 
+def stamp(path: Path) -> tuple[int, int]:
+    """Size and time of a file: a build does not go on with another one."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def empty(folder: Path) -> None:
     """Remove everything in a folder."""
     for path in folder.iterdir():

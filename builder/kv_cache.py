@@ -82,6 +82,8 @@ def write_kv_scales(
 ) -> None:
     """Write the scales of the KV cache, calibrated or the checkpoint's, into the built folder.
 
+    A folder without weights gets no calibrated ones: scales belong to weights.
+
     Raises:
         ConfigError: the scales do not fit the model, or the text cannot be read.
     """
@@ -91,6 +93,8 @@ def write_kv_scales(
     if kind is None:
         return
     if args.calib_dataset is not None:
+        if args.save_config_only:
+            return
         scales: KVScales | None = _calibrated(args, source, config, kind)
     else:
         scales = find_scales(source)

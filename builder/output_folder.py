@@ -28,13 +28,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 such files there too: a build that writes none keeps those of the folder that it replaces.
 """
 
-_INSIDE = ".partial"
-_OF_MOUNTS = {_INSIDE, "lost+found"}
+_PARTIAL, _MADE = "partial", "smoothed"
+_OF_MOUNTS = {f".{_PARTIAL}", f".{_MADE}", "lost+found"}
 """Entries of a mount point that still counts as empty."""
 
 
 @contextmanager
-def replaced_folder(output: Path) -> Iterator[Path]:
+def replaced_folder(output: Path, *, has_sources: bool = False) -> Iterator[Path]:
     """A folder beside ``output`` to write to, which takes the place of ``output`` at the end.
 
     A link is followed. A mount point cannot be replaced, so the new folder is inside it, and
@@ -43,39 +43,45 @@ def replaced_folder(output: Path) -> Iterator[Path]:
 
     The new folder may hold files of an interrupted build. An earlier engine or checkpoint
     folder of the same name is replaced; processes with open files keep them. After an error
-    ``output`` is unchanged, and the new folder is kept if another build can go on from it.
+    ``output`` is unchanged, and the new folder is kept if another build can go on from it, as
+    is the `folder_of_sources`, which is removed at the end, and at the beginning unless this
+    build has sources.
     """
     output = Path(os.path.realpath(output))
     check_replaceable(output)
     is_mount = os.path.ismount(output)
-    partial = output / _INSIDE if is_mount else output.with_name(f".{output.name}.partial")
+    partial, sources = _hidden(output, _PARTIAL), folder_of_sources(output)
     try:
         lock = _locked(partial, output)
     except OSError as error:
         raise _cannot_write(output, error) from None
     try:
+        if not has_sources:
+            shutil.rmtree(sources, ignore_errors=True)
         yield partial
         _keep_tokenizer(output, partial)
         _sync_files(partial)
         # A stop between these two renames would leave neither the old output nor the new.
         ignore_stops()
         (partial / JOURNAL_FILE).unlink(missing_ok=True)
+        shutil.rmtree(sources, ignore_errors=True)
         (_move_out if is_mount else _put_in_place)(partial, output)
     except OSError as error:
-        raise _cannot_write(output, error, _kept(partial)) from None
+        raise _cannot_write(output, error, _kept(partial, sources)) from None
     except ConfigError as error:
         # For example, the disk is too small, or a checkpoint cannot be read at the moment.
-        raise ConfigError(f"{error}{_kept(partial)}") from None
+        raise ConfigError(f"{error}{_kept(partial, sources)}") from None
     except WorkerLostError as error:
-        _kept(partial)
+        _kept(partial, sources)
         raise error
     except StoppedError as stopped:
         stopped.left = (
-            _kept(partial).strip() or "Nothing was finished, so nothing is left of it."
+            _kept(partial, sources).strip() or "Nothing was finished, so nothing is left of it."
         )
         raise
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(sources, ignore_errors=True)
         raise
     finally:
         os.close(lock)
@@ -90,15 +96,40 @@ def _keep_tokenizer(output: Path, partial: Path) -> None:
             shutil.copy2(output / name, partial / name)
 
 
-def _kept(partial: Path) -> str:
+def folder_of_sources(output: Path) -> Path:
+    """Where a build of ``output`` puts a checkpoint that its flags make of another one.
+
+    The folder may be used inside `replaced_folder`, which locks it too. An interrupted build
+    leaves it if it holds the `JOURNAL_FILE`, which says that the checkpoint is whole.
+    """
+    return _hidden(Path(os.path.realpath(output)), _MADE)
+
+
+def _hidden(output: Path, kind: str) -> Path:
+    """A folder on the disk of ``output``; nothing lies beside a mount point on that disk."""
+    if os.path.ismount(output):
+        return output / f".{kind}"
+    return output.with_name(f".{output.name}.{kind}")
+
+
+def _kept(partial: Path, sources: Path) -> str:
     """Remove contents that no build could go on from; otherwise say where they are."""
-    if not has_finished_units(partial):
-        shutil.rmtree(partial, ignore_errors=True)
+    kept = []
+    for folder, is_kept in (
+        (sources, (sources / JOURNAL_FILE).is_file()),
+        (partial, has_finished_units(partial)),
+    ):
+        if is_kept:
+            kept.append(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    if not kept:
         return ""
-    mib = sum(path.stat().st_blocks * 512 for path in partial.iterdir()) / 2**20
+    files = [path for folder in kept for path in folder.rglob("*")]
+    mib = sum(path.stat().st_blocks * 512 for path in files) / 2**20
     return (
-        f" What is done is kept in {partial} ({mib:.0f} MiB): run the same command again to go "
-        "on, or remove it."
+        f" What is done is kept in {' and '.join(map(str, kept))} ({mib:.0f} MiB): run the "
+        f"same command again to go on, or remove {'it' if len(kept) == 1 else 'them'}."
     )
 
 

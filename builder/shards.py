@@ -13,7 +13,7 @@ import torch
 
 from trimaran.builder.build_plan import BuildPlan
 from trimaran.builder.config_file import ShardTable
-from trimaran.builder.journal import Checksums, Journal, empty
+from trimaran.builder.journal import Checksums, Journal, empty, stamp
 from trimaran.builder.output_folder import check_space
 from trimaran.builder.processes import ForkedWorkers, ReportProgress
 from trimaran.builder.progress import ProgressBar
@@ -123,18 +123,13 @@ def _identity(
     source: EngineFolder, config: PretrainedConfig, mapping: RankMapping
 ) -> dict[str, Any]:
     """All values that the weight files depend on."""
-    files = [[str(path.resolve()), *_stamp(path)] for path in source.weight_files]
+    files = [[str(path.resolve()), *stamp(path)] for path in source.weight_files]
     return {
         "format_version": FORMAT_VERSION,
         "config": config.to_dict(),
         "mapping": asdict(mapping),
         "files": files,
     }
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _num_workers(plan: BuildPlan) -> int:

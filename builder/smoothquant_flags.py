@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trimaran.builder.foreign_flags import FlagSink, say_harmless
+from trimaran.builder.output_folder import folder_of_sources
 from trimaran.builder.quantization.smoothing_strength import strength_of
 from trimaran.builder.settings import load_source
 from trimaran.builder.weight_only_flags import (
@@ -42,12 +43,28 @@ def reads_text(args: argparse.Namespace) -> bool:
     return strength_of(_FLAG, args.smoothquant) > 0
 
 
-@contextmanager
-def checkpoint_source(args: argparse.Namespace) -> Iterator[EngineFolder]:
-    """The checkpoint that the flags name, quantized as they ask.
+@dataclass(frozen=True, slots=True)
+class SourceCheckpoint:
+    """The checkpoint of a build, quantized as the flags ask."""
 
-    SmoothQuant writes the quantized weights of the whole model into a folder beside
-    ``--output`` that is removed at the end.
+    outline: EngineFolder
+    """Its configuration and the headers of its files, which are all that checks read."""
+
+    make: Callable[[], EngineFolder] | None = None
+    """Makes the checkpoint with its tensors; None if ``outline`` has them. To be called inside
+    `replaced_folder`."""
+
+    def with_tensors(self) -> EngineFolder:
+        """The checkpoint with its tensors."""
+        return self.outline if self.make is None else self.make()
+
+
+@contextmanager
+def source_checkpoint(args: argparse.Namespace) -> Iterator[SourceCheckpoint]:
+    """The checkpoint that the flags name.
+
+    SmoothQuant makes the quantized weights of the whole model in the `folder_of_sources` of
+    ``--output``.
 
     Raises:
         ConfigError: flags contradict each other, or the checkpoint does not fit them.
@@ -57,13 +74,14 @@ def checkpoint_source(args: argparse.Namespace) -> Iterator[EngineFolder]:
                       if getattr(args, each) is not None])  # fmt: skip
         source = load_source(checkpoint_of(args), quantization_name(args))
         check_calibrated(args, source)
-        yield source
+        yield SourceCheckpoint(source)
         return
     _check_alone(args)
     from trimaran.builder.quantization.smoothquant import (  # imports torch
         CalibrationText,
         SmoothQuant,
-        write_smoothed,
+        kept_smoothed,
+        write_outline,
     )
 
     source = load_source(checkpoint_of(args), "none")
@@ -73,8 +91,10 @@ def checkpoint_source(args: argparse.Namespace) -> Iterator[EngineFolder]:
         has_token_scales=is_on(args.per_token),
     )
     text = CalibrationText("--calib_dataset", args.calib_dataset, args.calib_size)
-    with _folder_beside(args.output) as folder:
-        yield write_smoothed(source, how, text, folder / "smoothed")
+    with tempfile.TemporaryDirectory(prefix="trimaran-outline-") as folder:
+        outline = write_outline(source, how, text, Path(folder) / "smoothed")
+        made = partial(kept_smoothed, source, how, text, folder_of_sources(args.output))
+        yield SourceCheckpoint(outline, made)
 
 
 def _check_alone(args: argparse.Namespace) -> None:
@@ -91,23 +111,3 @@ def _check_alone(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"{flag} and {other} quantize the same weights. Leave one of them out."
         )
-
-
-@contextmanager
-def _folder_beside(output: Path) -> Iterator[Path]:
-    output = Path(os.path.realpath(output))
-    # Nothing lies beside a mount point on the same disk.
-    parent = None if os.path.ismount(output) else output.parent
-    try:
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.smoothed.", dir=parent))
-    except OSError as error:
-        raise ConfigError(
-            f"{output}: no folder can be made beside it: {error.strerror or error}. Name "
-            "another --output."
-        ) from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

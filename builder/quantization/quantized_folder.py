@@ -148,13 +148,21 @@ class QuantizedFolder:
         Raises:
             ConfigError: ``output`` exists, or cannot be written.
         """
+        self._write_whole(output, has_values=True)
+
+    def write_outline(self, output: Path) -> None:
+        """As `write`, but with holes in place of all tensors, which take no room on the disk:
+        a build can be laid out."""
+        self._write_whole(output, has_values=False)
+
+    def _write_whole(self, output: Path, *, has_values: bool) -> None:
         if output.exists():
             raise ConfigError(f"{output}: exists already. Name another --output.")
         partial = output.with_name(f".{output.name}.partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            self._write(partial)
+            self._write(partial, has_values)
             partial.rename(output)
         except OSError as error:
             raise ConfigError(
@@ -164,7 +172,7 @@ class QuantizedFolder:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path, has_values: bool) -> None:
         places: dict[str, str] = {}
         kept: list[str] = []
         files = self._source.weight_files
@@ -177,26 +185,30 @@ class QuantizedFolder:
                     if name not in self._parts and name.endswith(".weight")
                     if len(entry.shape) == _MATRIX_DIMS
                 ]
-                names = self._write_file(folder / path.name, path, entries, progress)
-                places |= dict.fromkeys(names, path.name)
+                made = self._entries(entries)
+                places |= dict.fromkeys(made, path.name)
+                with _TensorFile(folder / path.name, made) as file:
+                    if has_values:
+                        self._write_tensors(file, path, entries, progress)
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
         if len(files) > 1:
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         self._write_config(folder, sorted(kept))
 
-    def _write_file(
-        self, target: Path, source: Path, entries: dict[str, TensorEntry], progress: ProgressBar
-    ) -> list[str]:
-        """Write one file; returns the names of its tensors."""
-        made_entries = self._entries(entries)
-        with _TensorFile(target, made_entries) as file, mapped_file(source) as tensor_of:
+    def _write_tensors(
+        self,
+        file: _TensorFile,
+        source: Path,
+        entries: dict[str, TensorEntry],
+        progress: ProgressBar,
+    ) -> None:
+        with mapped_file(source) as tensor_of:
             for name in entries:
                 for made, tensor in self._made(name, tensor_of(name)):
                     file.put(made, tensor)
                     self.num_bytes += tensor.nbytes
                 self._num_read += entries[name].num_bytes
                 progress.show(self._num_read, source.name)
-        return list(made_entries)
 
     def _entries(self, entries: dict[str, TensorEntry]) -> dict[str, tuple[str, list[int]]]:
         """Type and shape of each tensor that a file will hold."""
@@ -252,6 +264,7 @@ class _TensorFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
+        self._num_bytes = len(self._header) + end
         self._file = -1
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -264,6 +277,7 @@ class _TensorFile:
     def __enter__(self) -> _TensorFile:
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.write(self._file, self._header)
+        os.ftruncate(self._file, self._num_bytes)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trimaran.builder.journal import JOURNAL_FILE, stamp
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.quantization.byte_form import ByteForm
 from trimaran.builder.quantization.calibration_text import (
@@ -67,19 +72,12 @@ def smoothed_folder(
         ConfigError: the weights are quantized or cut for ranks already, the model's layers are
             not known, the file cannot be read as text, or some inputs are not finite.
     """
-    _check_floats(source)
-    check_calibration(text.flag, text.file, source)
-    # A model without memory tells what is refused before another one is loaded.
-    norm_folds(_model_of(source))
+    _check(source, text)
     changes = _smoothing(source, how, text)
-    scales: Mapping[str, float] | None = None
-    if not how.has_token_scales:
-        scales = {
-            name: max(peak / LARGEST_INPUT, _LEAST_SCALE)
-            for name, peak in changes.peaks.items()
-        }
-    form = ByteForm(has_row_scales=how.has_row_scales, input_scales=scales)
-    folder = QuantizedFolder(_quantized(source, how), form)
+    scales = {
+        name: max(peak / LARGEST_INPUT, _LEAST_SCALE) for name, peak in changes.peaks.items()
+    }
+    folder = _unsmoothed(source, how, scales)
     folder.use_floats(changes.floats)
     return folder
 
@@ -90,6 +88,73 @@ def write_smoothed(
     """Write a `smoothed_folder`, and read its configuration."""
     smoothed_folder(source, how, text).write(output)
     return EngineFolder.load(output)
+
+
+def kept_smoothed(
+    source: EngineFolder, how: SmoothQuant, text: CalibrationText, folder: Path
+) -> EngineFolder:
+    """The folder of `write_smoothed` inside ``folder``, which may hold it from an interrupted
+    build with equal settings.
+
+    Raises:
+        ConfigError: as `write_smoothed`.
+    """
+    output, journal = folder / "weights", folder / JOURNAL_FILE
+    identity = json.dumps(_identity(source, how, text), sort_keys=True)
+    if journal.is_file() and journal.read_text(encoding="utf-8") == identity:
+        return EngineFolder.load(output)
+    shutil.rmtree(folder, ignore_errors=True)
+    made = write_smoothed(source, how, text, output)
+    # Last, and whole: an interrupted build leaves the folder without it.
+    written = journal.with_suffix(".new")
+    written.write_text(identity, encoding="utf-8")
+    written.replace(journal)
+    return made
+
+
+def _identity(source: EngineFolder, how: SmoothQuant, text: CalibrationText) -> dict[str, Any]:
+    """All values that the smoothed weights depend on."""
+    files = sorted(path.resolve() for path in source.path.iterdir() if path.is_file())
+    stamps = [[str(path), *stamp(path)] for path in files]
+    return {
+        "smoothquant": asdict(how),
+        "text": hashlib.sha256(Path(text.file).read_bytes()).hexdigest(),
+        "max_sequences": text.max_sequences,
+        "config": source.config.to_dict(),
+        "files": stamps,
+    }
+
+
+def write_outline(
+    source: EngineFolder, how: SmoothQuant, text: CalibrationText, output: Path
+) -> EngineFolder:
+    """The folder of `write_smoothed` with holes in place of all tensors. The model reads no
+    text.
+
+    Raises:
+        ConfigError: as `smoothed_folder`, unless the inputs of the text are the reason.
+    """
+    _check(source, text)
+    _unsmoothed(source, how, {}).write_outline(output)
+    return EngineFolder.load(output)
+
+
+def _unsmoothed(
+    source: EngineFolder, how: SmoothQuant, scales: Mapping[str, float]
+) -> QuantizedFolder:
+    """A folder in the right format; ``scales`` are the static ones of inputs."""
+    form = ByteForm(
+        has_row_scales=how.has_row_scales,
+        input_scales=None if how.has_token_scales else scales,
+    )
+    return QuantizedFolder(_quantized(source, how), form)
+
+
+def _check(source: EngineFolder, text: CalibrationText) -> None:
+    _check_floats(source)
+    check_calibration(text.flag, text.file, source)
+    # A model without memory tells what is refused before another one is loaded.
+    norm_folds(_model_of(source))
 
 
 def _check_floats(source: EngineFolder) -> None:
