@@ -143,13 +143,13 @@ class TokenModel:
         first = SampleInputs(request.inputs, 0, self._is_batched)
         if first.flag("stop"):
             self._stop(request.id)
-            if not self.is_decoupled:
-                yield InferResponse(
-                    model_name=self.name,
-                    model_version=self.version,
-                    id=request.id,
-                    is_final=True,
-                )
+            # Decoupled too: clients print that the stop was answered.
+            yield InferResponse(
+                model_name=self.name,
+                model_version=self.version,
+                id=request.id,
+                is_final=True,
+            )
             return
         # First of all: stop requests may come while the request is read in a thread.
         stream = TokenStream(self._engines, request)

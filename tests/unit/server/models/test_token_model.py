@@ -369,7 +369,8 @@ async def test_a_stop_by_id_ends_the_request_with_its_tokens_so_far(serve, strea
         engine.step()
         engine.step()
         await served.processed(engine)
-        assert await served.infer("tensorrt_llm", id="a", **STOP) == []
+        (answer,) = await served.infer("tensorrt_llm", id="a", **STOP)
+        assert (answer.id, answer.outputs, answer.is_final) == ("a", [], True)
         responses = await task
         assert [i for r in responses for i in _ids(r)][-2:] == [7, 8]
         await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
