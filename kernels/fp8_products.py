@@ -129,6 +129,8 @@ class GpuFp8Product(Fp8Product):
 
     def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """Few rows of FP8 and any rows of INT8 by our Hopper kernel."""
+        if self._is_fixed:
+            return None
         if not self._can_use_hopper(x_TD) or not fp8_gemm.can_gate(
             _num_rows(x_TD), self._weight
         ):
