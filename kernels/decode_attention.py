@@ -12,7 +12,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.cuda.hopper_gemm import Quantization
-from trimaran.kernels.quantized import FP8, GROUP, Fp8Inputs, Fp8Rows
+from trimaran.kernels.quantized import FP8, GROUP, ByteInputs, ByteRows
 from trimaran.kernels.triton.attention import decode as triton_attention_decode
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ class DecodeAttention(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
-        inputs: Fp8Inputs,
-    ) -> Fp8Rows | None:
+        inputs: ByteInputs,
+    ) -> ByteRows | None:
         """`rotated`, with each query head as a group of the inputs of an FP8 product."""
         ...
 
@@ -155,8 +155,8 @@ class HopperDecodes:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
-        inputs: Fp8Inputs,
-    ) -> Fp8Rows | None:
+        inputs: ByteInputs,
+    ) -> ByteRows | None:
         """Rotate, store, attend and quantize in one kernel, for heads of `GROUP` dims."""
         query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
         if query_SNH.shape[2] != GROUP or inputs.has_power_scales:
@@ -169,7 +169,7 @@ class HopperDecodes:
         scales_NP = query_SNH.new_empty((num_heads, pitch), dtype=torch.float32)
         output = cuda_decode.QuantizedHeads(values_SNH, Quantization.of(scales_NP, inputs))
         cuda_decode.decode(query_SNH, kv_cache, metadata, spec, output, cos_sin_PH=cos_sin_PR)
-        return Fp8Rows(values_SNH.view(sequences, -1), scales_NP, query_SNH.dtype)
+        return ByteRows(values_SNH.view(sequences, -1), scales_NP, query_SNH.dtype)
 
 
 def _rotates(

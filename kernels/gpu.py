@@ -8,20 +8,20 @@ from torch import Tensor
 
 from trimaran.kernels import paged_attention, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.byte_products import check_served, make_product
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
-from trimaran.kernels.fp8_products import check_served, make_product
 from trimaran.kernels.integer_products import IntegerProducts, expert_storage
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.quantized import (
     BlockMap,
+    ByteInputs,
+    ByteProduct,
+    ByteRows,
+    ByteWeight,
     Fp8Experts,
-    Fp8Inputs,
-    Fp8Product,
-    Fp8Rows,
-    Fp8Weight,
 )
 from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.torch_ops import TorchOps
@@ -98,10 +98,10 @@ class TritonOps(TorchOps):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._products.linear(x, weight, bias)
 
-    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
+    def fp8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct:
         return make_product(weight, inputs, is_fixed=self.is_deterministic)
 
-    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+    def int8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct | None:
         return make_product(weight, inputs, is_fixed=self.is_deterministic)
 
     def integer_product(
@@ -214,9 +214,9 @@ class TritonOps(TorchOps):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
-        inputs: Fp8Inputs,
+        inputs: ByteInputs,
         is_neox: bool = True,
-    ) -> Fp8Rows | None:
+    ) -> ByteRows | None:
         """One kernel, for a step of decode rows alone and heads of a group's size."""
         if not is_neox or not _has_lone_decodes(metadata) or self.is_deterministic:
             return None

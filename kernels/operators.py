@@ -12,11 +12,11 @@ from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import (
     BlockMap,
+    ByteInputs,
+    ByteProduct,
+    ByteRows,
+    ByteWeight,
     Fp8Experts,
-    Fp8Inputs,
-    Fp8Product,
-    Fp8Rows,
-    Fp8Weight,
 )
 from trimaran.kernels.routing import (
     ExpertCounter,
@@ -57,14 +57,14 @@ class Ops(Protocol):
         """``x @ weight.T + bias`` [T, E] for ``x`` [T, D] and ``weight`` [E, D]."""
         ...
 
-    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
+    def fp8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct:
         """The product by an FP8 weight, whose inputs are quantized on the way.
 
         Call after the weight is loaded. The product keeps ``weight``'s tensors or copies.
         """
         ...
 
-    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+    def int8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct | None:
         """The product by an INT8 weight, whose inputs become INT8 on the way; None where
         `integer_product` alone takes such inputs.
 
@@ -330,11 +330,11 @@ class Ops(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
-        inputs: Fp8Inputs,
+        inputs: ByteInputs,
         is_neox: bool = True,
-    ) -> Fp8Rows | None:
+    ) -> ByteRows | None:
         """`rotated_attention` whose results are the inputs of an FP8 product: each query head
-        is a group of `Fp8Rows`.
+        is a group of `ByteRows`.
 
         A backend without such an operator for the step does nothing and returns None.
         """

@@ -56,7 +56,7 @@ def _uniform(rows: Tensor) -> int:
     return 1
 
 
-class Fp8Inputs(NamedTuple):
+class ByteInputs(NamedTuple):
     """How the inputs of a product are quantized."""
 
     scale: Tensor | None = None
@@ -72,7 +72,7 @@ class Fp8Inputs(NamedTuple):
     """That of the values: `FP8`, or `INT8` without a bound and power scales."""
 
 
-class Fp8Weight(NamedTuple):
+class ByteWeight(NamedTuple):
     """A weight in FP8, or in INT8 without blocks."""
 
     values: Tensor
@@ -87,11 +87,11 @@ class Fp8Weight(NamedTuple):
 
 
 GROUP = 128
-"""Inputs of a token that have one scale in `Fp8Rows` with groups: those of one step of a
+"""Inputs of a token that have one scale in `ByteRows` with groups: those of one step of a
 product, and those that one head of attention makes."""
 
 
-class Fp8Rows(NamedTuple):
+class ByteRows(NamedTuple):
     """Inputs of a product that are quantized already, with a scale a token, or finer scales.
 
     Shapes: T tokens, D inner width, G groups of `GROUP` inputs.
@@ -128,52 +128,52 @@ class Fp8Experts(NamedTuple):
     blocks: BlockMap | None = None
     """The blocks of each expert; the first input begins a block."""
 
-    inputs: Fp8Inputs = Fp8Inputs()
+    inputs: ByteInputs = ByteInputs()
     """How inputs are quantized; ``scale`` is None or float32 [X], a scale for each expert."""
 
-    def of(self, expert: int) -> tuple[Fp8Weight, Fp8Inputs]:
+    def of(self, expert: int) -> tuple[ByteWeight, ByteInputs]:
         """The matrix of one expert, and how its inputs are quantized."""
         scale = self.inputs.scale
         inputs = self.inputs if scale is None else self.inputs._replace(scale=scale[expert])
-        return Fp8Weight(self.values[expert], self.scales[expert], self.blocks), inputs
+        return ByteWeight(self.values[expert], self.scales[expert], self.blocks), inputs
 
 
-class Fp8Product(Protocol):
+class ByteProduct(Protocol):
     """A product by one weight, whose storage suits the device.
 
     The methods that return None have no kernel there: the caller runs the operators one by
     one, with the same result.
     """
 
-    def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor | ByteRows, bias_E: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` [T, E] in the dtype of ``x``, rounded once.
 
         Inputs are quantized, products are added up in float32, those of INT8 in integers.
-        `Fp8Rows` are those that this product made.
+        `ByteRows` are those that this product made.
         """
         ...
 
-    def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
+    def parts(self, x_TD: Tensor | ByteRows) -> Tensor | None:
         """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, for a norm that adds up."""
         return None
 
-    def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
+    def gated(self, x_TD: Tensor | ByteRows) -> Tensor | None:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2] for a weight of gate rows above up
         rows."""
         return None
 
     def normalise(
         self, x: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
-    ) -> Fp8Rows | None:
+    ) -> ByteRows | None:
         """The inputs that `Ops.rms_norm`, or with ``residual`` `Ops.add_rms_norm`, would
         make."""
         return None
 
-    def grouped_inputs(self, num_rows: int) -> Fp8Inputs | None:
+    def grouped_inputs(self, num_rows: int) -> ByteInputs | None:
         """How a kernel may quantize so many tokens in groups for this product, or for its
         `parts` where it makes any; None if it takes no groups."""
         return None
 
-    def activate(self, gate_up_TE: Tensor, name: str) -> Fp8Rows | None:
+    def activate(self, gate_up_TE: Tensor, name: str) -> ByteRows | None:
         """The inputs that the gated activation ``name`` of ``gate_up`` would make."""
         return None

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trimaran.kernels import fp8_reference, integer_reference, reference
+from trimaran.kernels import byte_reference, integer_reference, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
-from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Rows, Fp8Weight
+from trimaran.kernels.quantized import BlockMap, ByteInputs, ByteProduct, ByteRows, ByteWeight
 from trimaran.kernels.routing import ExpertForm
 
 
@@ -41,17 +41,17 @@ class TorchOps:
     rope_and_cache_latent = staticmethod(reference.rope_and_cache_latent)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
-    fp8_expert_mlp = staticmethod(fp8_reference.expert_mlp)
+    fp8_expert_mlp = staticmethod(byte_reference.expert_mlp)
     integer_expert_storage = staticmethod(integer_reference.expert_storage)
     integer_expert_mlp = staticmethod(integer_reference.expert_mlp)
 
-    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
-        return fp8_reference.ReferenceProduct(weight, inputs)
+    def fp8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct:
+        return byte_reference.ReferenceProduct(weight, inputs)
 
     def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
         return values
 
-    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+    def int8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct | None:
         return None
 
     def integer_product(
@@ -105,9 +105,9 @@ class TorchOps:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
-        inputs: Fp8Inputs,
+        inputs: ByteInputs,
         is_neox: bool = True,
-    ) -> Fp8Rows | None:
+    ) -> ByteRows | None:
         """None: torch attends and quantizes in two operators."""
         return None
 

@@ -12,23 +12,23 @@ from torch import Tensor
 from trimaran.bench.kernels.kernel_case import KernelCase, in_turn
 from trimaran.bench.kernels.kernel_timing import rotated
 from trimaran.bench.limits.roofline import ModelShape
-from trimaran.kernels.dispatch import select_ops
-from trimaran.kernels.fp8_products import (
+from trimaran.kernels.byte_products import (
     FIXED_TILE,
-    GpuFp8Product,
+    GpuByteProduct,
     can_use_library,
     multiply_by_library,
     stream_tile,
 )
+from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.quantized import (
     FP8,
     INT8,
     BlockMap,
+    ByteInputs,
+    ByteWeight,
     Fp8Experts,
-    Fp8Inputs,
-    Fp8Weight,
 )
-from trimaran.kernels.triton.fp8_gemm import (
+from trimaran.kernels.triton.byte_gemm import (
     MAX_STREAM_ROWS,
     Inputs,
     Tile,
@@ -39,7 +39,7 @@ from trimaran.kernels.triton.fp8_gemm import (
 # Shapes: T rows (tokens), D inner width, E outputs.
 
 _BLOCK = 128
-_Set = tuple[Tensor, Inputs, GpuFp8Product, Fp8Weight]
+_Set = tuple[Tensor, Inputs, GpuByteProduct, ByteWeight]
 _Experts = tuple[Tensor, Tensor, Tensor, Fp8Experts, Fp8Experts]
 
 _OTHER_TILES = (
@@ -133,8 +133,8 @@ def _cases(
     def make() -> _Set:
         x = torch.randn((rows, inner), device=device, dtype=dtype)
         weight = _weight(outputs, inner, kind, device)
-        inputs = Fp8Inputs(dtype=weight.values.dtype)
-        product = GpuFp8Product(weight, inputs, is_fixed=False)
+        inputs = ByteInputs(dtype=weight.values.dtype)
+        product = GpuByteProduct(weight, inputs, is_fixed=False)
         return x, product.quantize(x), product, weight
 
     num_bytes = inner * outputs + rows * (inner + outputs * dtype.itemsize)
@@ -161,7 +161,7 @@ def _cases(
 
 
 def _kernels(
-    size: tuple[int, int, int], example: Fp8Weight, dtype: torch.dtype
+    size: tuple[int, int, int], example: ByteWeight, dtype: torch.dtype
 ) -> dict[str, Callable[[_Set], object]]:
     """The kernels that could serve a number of rows, on inputs that are quantized already."""
     rows, inner, outputs = size
@@ -187,16 +187,16 @@ def _multiply(each: _Set, *, tile: Tile, dtype: torch.dtype) -> Tensor:
     return multiply_tiles(each[1], each[3], None, dtype, tile)
 
 
-def _weight(outputs: int, inner: int, kind: str, device: torch.device) -> Fp8Weight:
+def _weight(outputs: int, inner: int, kind: str, device: torch.device) -> ByteWeight:
     values = torch.randn((outputs, inner), device=device, dtype=torch.bfloat16).to(FP8)
     if kind == "INT8":
         values = torch.randint(-127, 128, (outputs, inner), device=device, dtype=INT8)
     if kind != "block":
-        return Fp8Weight(values, torch.full((outputs,), 0.02, device=device))
+        return ByteWeight(values, torch.full((outputs,), 0.02, device=device))
     rows = (torch.arange(outputs) // _BLOCK).to(torch.int32)
     shape = (-(-outputs // _BLOCK), -(-inner // _BLOCK))
     scales = torch.full(shape, 0.02, device=device)
-    return Fp8Weight(values, scales, BlockMap.of(rows, _BLOCK, 0, device))
+    return ByteWeight(values, scales, BlockMap.of(rows, _BLOCK, 0, device))
 
 
 def _floats(

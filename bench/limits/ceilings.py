@@ -11,7 +11,7 @@ import torch
 from trimaran.bench.limits.ranks import Ranks
 from trimaran.bench.limits.roofline import Ceilings, ModelShape
 from trimaran.kernels.dispatch import select_ops
-from trimaran.kernels.quantized import FP8, INT8, Fp8Inputs, Fp8Rows, Fp8Weight
+from trimaran.kernels.quantized import FP8, INT8, ByteInputs, ByteRows, ByteWeight
 from trimaran.kernels.tables.product_table import Bytes
 
 _ROWS = 8192
@@ -138,10 +138,12 @@ def _int8_products(shape: ModelShape, device: torch.device) -> _Runs:
             torch.randint(-127, 128, (rows, inputs), device=device, dtype=INT8)
             for rows in (_ROWS, outputs)
         )
-        weight = Fp8Weight(values, torch.ones(outputs, device=device))
-        product = ops.int8_product(weight, Fp8Inputs(dtype=INT8))
+        weight = ByteWeight(values, torch.ones(outputs, device=device))
+        product = ops.int8_product(weight, ByteInputs(dtype=INT8))
         assert product is not None, "every GPU multiplies INT8"
-        products.append((product, Fp8Rows(x, torch.ones(_ROWS, device=device), torch.bfloat16)))
+        products.append(
+            (product, ByteRows(x, torch.ones(_ROWS, device=device), torch.bfloat16))
+        )
 
     def run() -> None:
         for product, x in products:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels import fp8_reference, integer_reference
+from trimaran.kernels import byte_reference, integer_reference
 from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout
 from trimaran.worker.config.shard_file import TensorEntry
 from trimaran.worker.models.weights.checkpoint import FP8_WORD
@@ -84,19 +84,19 @@ class Fp8Form:
     ) -> list[tuple[str, Tensor]]:
         """See `QuantizedForm`."""
         if gram_DD is None:
-            values, scales = fp8_reference.quantize_weight(floats, self._block)
+            values, scales = byte_reference.quantize_weight(floats, self._block)
         else:
             floats = floats.to(gram_DD.device)
             scales = fp8_scales(floats, self._block, gram_DD.diagonal())
-            spread = fp8_reference.spread_scales(scales, tuple(floats.shape), self._block)
+            spread = byte_reference.spread_scales(scales, tuple(floats.shape), self._block)
             rounded = round_to_inputs(floats, gram_DD, spread, _fp8_grid)
-            values = fp8_reference.to_fp8(rounded, spread)
+            values = byte_reference.to_fp8(rounded, spread)
         return [(name, values.cpu()), (self._scale_of(name), scales.cpu())]
 
     def floats(self, tensors: list[Tensor]) -> Tensor:
         """See `QuantizedForm`."""
         values, scales = tensors
-        return fp8_reference.dequantize_weight(values, scales, self._block, torch.float32)
+        return byte_reference.dequantize_weight(values, scales, self._block, torch.float32)
 
     def round_inputs(self, x_TD: Tensor) -> Tensor:
         """FP8 numbers with a scale a token, or a group of inputs as large as a block's."""
@@ -104,7 +104,7 @@ class Fp8Form:
         size = inner if self._block is None else self._block[1]
         groups = torch.nn.functional.pad(x_TD, (0, -inner % size))
         groups = groups.view(len(x_TD), -1, size)
-        scales = fp8_reference.scales_of(groups.abs().amax(-1, keepdim=True))
+        scales = byte_reference.scales_of(groups.abs().amax(-1, keepdim=True))
         return _fp8_grid(groups, scales).flatten(1)[:, :inner]
 
     def description(self, kept: list[str]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class PackedForm:
 
 
 def _fp8_grid(floats: Tensor, scales: Tensor) -> Tensor:
-    return fp8_reference.to_fp8(floats, scales).float() * scales
+    return byte_reference.to_fp8(floats, scales).float() * scales
 
 
 def _words(integers_ED: Tensor, bits: int) -> Tensor:

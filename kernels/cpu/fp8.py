@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trimaran.kernels.byte_reference import quantize_groups, quantize_tokens
 from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
-from trimaran.kernels.fp8_reference import quantize_groups, quantize_tokens
-from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Rows, Fp8Weight
+from trimaran.kernels.quantized import BlockMap, ByteInputs, ByteProduct, ByteRows, ByteWeight
 
 # Shapes: T tokens, D inner width, E outputs, W inputs of a block.
 
@@ -40,10 +40,10 @@ def _parts(packed_ED: Tensor, blocks: BlockMap | None) -> Sequence[Tensor]:
     return [part.view(outputs, width) for part, width in zip(parts, widths, strict=True)]
 
 
-class CpuFp8Product(Fp8Product):
-    """`Fp8Product` by the C++ product; a token's result is independent of other tokens."""
+class CpuFp8Product(ByteProduct):
+    """`ByteProduct` by the C++ product; a token's result is independent of other tokens."""
 
-    def __init__(self, linear: Kernel, packed: Fp8Weight, inputs: Fp8Inputs) -> None:
+    def __init__(self, linear: Kernel, packed: ByteWeight, inputs: ByteInputs) -> None:
         """The values of ``packed`` are those of `pack`."""
         self._linear = linear
         self._inputs = inputs
@@ -52,8 +52,8 @@ class CpuFp8Product(Fp8Product):
         self._outputs = packed.values.shape[0]
         self._parts = _parts(packed.values, packed.blocks)
 
-    def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
-        """See `Fp8Product`."""
+    def __call__(self, x_TD: Tensor | ByteRows, bias_E: Tensor | None = None) -> Tensor:
+        """See `ByteProduct`."""
         assert isinstance(x_TD, Tensor), "this product makes no quantized rows"
         if self._blocks is None:
             values_TD, scales_T1 = quantize_tokens(x_TD, self._inputs)

@@ -19,10 +19,10 @@ from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import (
     BlockMap,
+    ByteInputs,
+    ByteProduct,
+    ByteWeight,
     Fp8Experts,
-    Fp8Inputs,
-    Fp8Product,
-    Fp8Weight,
 )
 from trimaran.kernels.routing import (
     ExpertCounter,
@@ -104,7 +104,7 @@ class CpuOps:
         """Sums are float32, rounded once."""
         return self._multiply(x, weight, bias, self._dtype)
 
-    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
+    def fp8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct:
         packed = weight._replace(values=pack(weight.values, weight.blocks))
         return CpuFp8Product(self._linear, packed, inputs)
 
@@ -129,7 +129,7 @@ class CpuOps:
         experts = range(first_expert, first_expert + len(gate_up.values))
         return reference.sum_experts(x, weights, ids, experts, run)
 
-    def int8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product | None:
+    def int8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct | None:
         return None
 
     def integer_product(

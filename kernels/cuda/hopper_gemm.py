@@ -16,7 +16,7 @@ from trimaran.kernels.cuda.driver import (
     TensorMap,
     tensor_map,
 )
-from trimaran.kernels.quantized import Fp8Inputs
+from trimaran.kernels.quantized import ByteInputs
 from trimaran.kernels.tables.product_table import INNER_STEP, Bytes, GemmShape, Kind
 
 # Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product, G groups.
@@ -33,7 +33,7 @@ class Quantization(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, scales_GP: Tensor, inputs: Fp8Inputs) -> Quantization:
+    def of(cls, scales_GP: Tensor, inputs: ByteInputs) -> Quantization:
         """Into these scales, for a product of such inputs."""
         fixed = None if inputs.scale is None else inputs.scale.data_ptr()
         return cls(scales_GP.data_ptr(), fixed, float(inputs.bound), scales_GP.stride(0))
@@ -110,7 +110,7 @@ class HopperGemm:
 
         D is a multiple of 16. Sums of e4m3 are added to float32 after each 128 values, sums of
         int8 are exact integers. For a kernel that was made with ``numbers``; with
-        ``has_groups``, ``scales_T`` is [G, P] of `Fp8Rows`.
+        ``has_groups``, ``scales_T`` is [G, P] of `ByteRows`.
         """
         pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
         return self._multiply(*pairs, self._dtype, (scales_T, scales_E))

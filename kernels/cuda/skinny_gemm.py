@@ -85,7 +85,7 @@ class SkinnyGemm:
         """The same of e4m3 or int8 values that are multiplied by float32 scales of rows. Sums
         of e4m3 are added to float32 after each 128 values, sums of int8 are exact integers. For
         a kernel that was made with ``numbers``; with ``has_groups``, ``scales_T`` is [G, P] of
-        `Fp8Rows`."""
+        `ByteRows`."""
         pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
         return self._multiply(*pairs, (scales_T, scales_E))
 

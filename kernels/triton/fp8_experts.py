@@ -16,19 +16,19 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 
 from trimaran.kernels.quantized import FP8, Fp8Experts
 from trimaran.kernels.tables.grouped_table import TritonCut
-from trimaran.kernels.triton.experts import (
-    SortedAssignments,
-    add_parts,
-    find_tile,
-    sort_assignments,
-)
-from trimaran.kernels.triton.fp8_inputs import (
+from trimaran.kernels.triton.byte_inputs import (
     Choices,
     as_fp8,
     quantize_choices,
     quantize_groups,
     quantize_tokens,
     scale_of,
+)
+from trimaran.kernels.triton.experts import (
+    SortedAssignments,
+    add_parts,
+    find_tile,
+    sort_assignments,
 )
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 

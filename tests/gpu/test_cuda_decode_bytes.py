@@ -10,11 +10,11 @@ import torch
 from tests.gpu.test_cuda_decode import DEVICE, LENGTHS, TOLERANCE, Step
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionSpec
+from trimaran.kernels.byte_reference import quantize_rows
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.decode_attention import HopperDecodes
-from trimaran.kernels.fp8_reference import quantize_rows
 from trimaran.kernels.kv_quantization import KV_DTYPES, LARGEST, as_bytes, head_scales
-from trimaran.kernels.quantized import Fp8Inputs
+from trimaran.kernels.quantized import ByteInputs
 from trimaran.kernels.triton import rotary as triton_rotary
 
 pytestmark = pytest.mark.gpu
@@ -140,7 +140,7 @@ def test_fused_rotation_equals_separate_rotation(
     assert as_bytes(own).equal(as_bytes(step.cache))
 
     # The same keys are stored again.
-    for inputs in (Fp8Inputs(), Fp8Inputs(scale=torch.tensor(0.01, device=DEVICE))):
+    for inputs in (ByteInputs(), ByteInputs(scale=torch.tensor(0.01, device=DEVICE))):
         rows = HopperDecodes(DEVICE, dtype).quantized(
             product, table, own, metadata, step.spec, inputs
         )

@@ -7,22 +7,22 @@ import torch
 from transformers import LlamaConfig
 
 from tests.unit.worker.quantization import checkpoints
-from trimaran.kernels import fp8_reference
-from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm
-from trimaran.kernels.dispatch import select_ops
-from trimaran.kernels.fp8_products import (
+from trimaran.kernels import byte_reference
+from trimaran.kernels.byte_products import (
     FIXED_TILE,
-    GpuFp8Product,
+    GpuByteProduct,
     can_use_library,
     multiply_by_library,
     stream_tile,
 )
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Rows, Fp8Weight
+from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm
+from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, ByteRows, ByteWeight
 from trimaran.kernels.reference import silu_and_mul
 from trimaran.kernels.tables.product_table import SkinnyShape
 from trimaran.kernels.triton import elementwise, norm
-from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
-from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
+from trimaran.kernels.triton.byte_gemm import Inputs, Tile, multiply_stream, multiply_tiles
+from trimaran.kernels.triton.byte_inputs import quantize_groups, quantize_tokens
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
@@ -52,12 +52,12 @@ def weight_of(outputs, inner, block=0, first=0):
     values = torch.randn((outputs, inner), generator=generator, device=DEVICE).mul(40).to(FP8)
     if not block:
         scales = torch.rand(outputs, generator=generator, device=DEVICE) / 64
-        return Fp8Weight(values, scales)
+        return ByteWeight(values, scales)
     rows = (torch.arange(outputs, device=DEVICE) // block).to(torch.int32)
     blocks = BlockMap(rows, block, first)
     shape = (int(rows[-1]) + 1, len(blocks.groups(inner)))
     scales = torch.rand(shape, generator=generator, device=DEVICE) / 64
-    return Fp8Weight(values, scales, blocks)
+    return ByteWeight(values, scales, blocks)
 
 
 def error(found, expected):
@@ -65,7 +65,7 @@ def error(found, expected):
 
 
 def expected_of(x, weight, inputs, bias=None):
-    return fp8_reference.ReferenceProduct(weight, inputs)(x.float(), bias)
+    return byte_reference.ReferenceProduct(weight, inputs)(x.float(), bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -73,14 +73,14 @@ def expected_of(x, weight, inputs, bias=None):
 @pytest.mark.parametrize(("rows", "inner"), [(1, 4096), (100, 14336), (3, 28672), (5, 200)])
 def test_per_token_quantization_has_the_bits_of_the_torch_twin(rows, inner, kind, dtype):
     inputs = {
-        "token": Fp8Inputs(),
-        "powers": Fp8Inputs(has_power_scales=True),
-        "bound": Fp8Inputs(bound=3.0),
-        "static": Fp8Inputs(scale=torch.tensor(0.01, device=DEVICE)),
+        "token": ByteInputs(),
+        "powers": ByteInputs(has_power_scales=True),
+        "bound": ByteInputs(bound=3.0),
+        "static": ByteInputs(scale=torch.tensor(0.01, device=DEVICE)),
     }[kind]
     x = drawn(rows, inner + 8, dtype)[:, :inner]
     values, scales = quantize_tokens(x, inputs)
-    expected, expected_scales = fp8_reference.quantize_tokens(x, inputs)
+    expected, expected_scales = byte_reference.quantize_tokens(x, inputs)
     assert scales.equal(expected_scales.reshape(-1).expand(rows))
     assert values.view(torch.uint8).equal(expected.view(torch.uint8))
 
@@ -91,9 +91,9 @@ def test_per_token_quantization_has_the_bits_of_the_torch_twin(rows, inner, kind
 )
 def test_per_group_quantization_has_the_bits_of_the_torch_twin(rows, inner, first, has_powers):
     x, blocks = drawn(rows, inner), BlockMap(torch.empty(0), 128, first)
-    inputs = Fp8Inputs(has_power_scales=has_powers)
+    inputs = ByteInputs(has_power_scales=has_powers)
     values, scales = quantize_groups(x, blocks, inputs)
-    expected, expected_scales = fp8_reference.quantize_groups(x, blocks, inputs)
+    expected, expected_scales = byte_reference.quantize_groups(x, blocks, inputs)
     assert scales.equal(expected_scales)
     assert values.view(torch.uint8).equal(expected.view(torch.uint8))
 
@@ -106,8 +106,8 @@ CASES = [(0, 0), (128, 0), (128, 48), (64, 0)]
 def test_products_of_few_rows_are_those_of_the_torch_twin(rows, outputs, inner, block, first):
     weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
     bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
-    quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs(), bias)
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=False)
+    quantized, expected = product.quantize(x), expected_of(x, weight, ByteInputs(), bias)
     chosen = stream_tile(rows, outputs, inner)
     for tile in (chosen, chosen._replace(parts=1), chosen._replace(parts=5)):
         for _ in range(2):
@@ -121,8 +121,8 @@ def test_products_of_few_rows_are_those_of_the_torch_twin(rows, outputs, inner, 
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [*SIZES[:2], *MANY])
 def test_products_of_many_rows_are_those_of_the_torch_twin(rows, outputs, inner, block, first):
     weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
-    quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs())
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=False)
+    quantized, expected = product.quantize(x), expected_of(x, weight, ByteInputs())
     for tile in (Tile(128, 128, 128, warps=8), FIXED_TILE, Tile(16, 64, 128)):
         found = multiply_tiles(quantized, weight, None, x.dtype, tile)
         assert error(found, expected) < TOLERANCE, tile
@@ -134,8 +134,8 @@ def test_the_product_of_the_library_is_that_of_the_torch_twin(rows, outputs, inn
     weight, x = weight_of(outputs, inner), drawn(rows, inner)
     assert can_use_library(weight)
     bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
-    found = multiply_by_library(Inputs(*quantize_tokens(x, Fp8Inputs())), weight, bias)
-    assert error(found, expected_of(x, weight, Fp8Inputs(), bias)) < TOLERANCE
+    found = multiply_by_library(Inputs(*quantize_tokens(x, ByteInputs())), weight, bias)
+    assert error(found, expected_of(x, weight, ByteInputs(), bias)) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -147,14 +147,14 @@ def test_gated_products_are_those_of_the_torch_twin(rows, outputs, inner, dtype)
     weight, x = weight_of(outputs, inner), drawn(rows, inner, dtype)
     # The products of gates and ups are in the range of float16 in every row.
     x = x / x.abs().amax(1, keepdim=True)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
-    whole = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x.float())
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=False)
+    whole = byte_reference.ReferenceProduct(weight, ByteInputs())(x.float())
     gated = product.gated(x)
     assert gated is not None and gated.dtype is dtype
     assert error(gated, silu_and_mul(whole)) < TOLERANCE
     factor = torch.ones(inner, device=DEVICE).to(dtype)
     normed = norm.rms_norm(x, factor, 1.0)
-    quantized = Fp8Rows(*quantize_tokens(normed, Fp8Inputs()), dtype)
+    quantized = ByteRows(*quantize_tokens(normed, ByteInputs()), dtype)
     assert product.gated(quantized).equal(product.gated(normed))
     assert product(quantized).equal(product(normed))
 
@@ -168,8 +168,8 @@ def test_whole_products_and_parts_are_those_of_the_torch_twin(rows, outputs, inn
     weight, x = weight_of(outputs, inner), drawn(rows, inner, dtype)
     # The products are in the range of float16.
     x = x / x.abs().amax(1, keepdim=True)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
-    expected = expected_of(x, weight, Fp8Inputs())
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=False)
+    expected = expected_of(x, weight, ByteInputs())
     whole, parts = product(x), product.parts(x)
     assert whole.dtype is dtype
     assert error(whole, expected) < TOLERANCE
@@ -184,9 +184,9 @@ def test_whole_products_and_parts_are_those_of_the_torch_twin(rows, outputs, inn
 def test_gated_products_of_many_rows_are_those_of_the_torch_twin(rows):
     weight, x = weight_of(28672, 4096), drawn(rows, 4096)
     x = x / x.abs().amax(1, keepdim=True)
-    gated = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False).gated(x)
+    gated = GpuByteProduct(weight, ByteInputs(), is_fixed=False).gated(x)
     assert gated is not None
-    whole = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x.float())
+    whole = byte_reference.ReferenceProduct(weight, ByteInputs())(x.float())
     assert error(gated, silu_and_mul(whole)) < TOLERANCE
 
 
@@ -210,14 +210,14 @@ def test_tiles_whose_left_operand_is_the_weight_are_those_of_torch(rows, outputs
 
 def test_products_of_float32_are_float32():
     weight, x = weight_of(4096, 4096), drawn(16, 4096, torch.float32)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=False)
     assert product.gated(x) is None and product.parts(x) is None
-    assert error(product(x), expected_of(x, weight, Fp8Inputs())) < TOLERANCE
+    assert error(product(x), expected_of(x, weight, ByteInputs())) < TOLERANCE
 
 
 @pytest.mark.parametrize("rows", [0, 129])
 def test_other_numbers_of_rows_have_no_gated_products(rows):
-    product = GpuFp8Product(weight_of(256, 256), Fp8Inputs(), is_fixed=False)
+    product = GpuByteProduct(weight_of(256, 256), ByteInputs(), is_fixed=False)
     x = drawn(rows, 256)
     assert product.gated(x) is None
 
@@ -226,12 +226,12 @@ def test_other_numbers_of_rows_have_no_gated_products(rows):
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (300, 4096), (5, 200), (64, 14336)])
 def test_norms_and_activations_make_the_rows_of_separate_kernels(rows, width, kind):
     inputs = {
-        "token": Fp8Inputs(),
-        "powers": Fp8Inputs(has_power_scales=True),
-        "bound": Fp8Inputs(bound=0.5),
-        "static": Fp8Inputs(scale=torch.tensor(0.01, device=DEVICE)),
+        "token": ByteInputs(),
+        "powers": ByteInputs(has_power_scales=True),
+        "bound": ByteInputs(bound=0.5),
+        "static": ByteInputs(scale=torch.tensor(0.01, device=DEVICE)),
     }[kind]
-    product = GpuFp8Product(weight_of(64, width), inputs, is_fixed=True)
+    product = GpuByteProduct(weight_of(64, width), inputs, is_fixed=True)
     x, residual = drawn(rows, width), drawn(rows, width, seed=1)
     parts, gate_up = drawn(3 * rows, width, torch.float32), drawn(rows, 2 * width)
     factor = drawn(1, width)[0]
@@ -281,12 +281,12 @@ def test_products_of_groups_are_those_of_the_torch_twin(rows, outputs, inner, dt
     weight, x = weight_of(outputs, inner), drawn(rows, inner, dtype)
     # The products are in the range of float16.
     x = x / x.abs().amax(1, keepdim=True)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=False)
     if product.grouped_inputs(rows) is None:
         assert rows > 128
         return
-    grouped = fp8_reference.quantize_rows(x, Fp8Inputs())
-    expected = fp8_reference.multiply_rows(grouped, weight)
+    grouped = byte_reference.quantize_rows(x, ByteInputs())
+    expected = byte_reference.multiply_rows(grouped, weight)
     parts = product.parts(grouped)
     if parts is None or rows <= 32 or 64 < rows <= 128:
         assert error(product(grouped), expected) < TOLERANCE
@@ -296,22 +296,22 @@ def test_products_of_groups_are_those_of_the_torch_twin(rows, outputs, inner, dt
 
 
 def test_other_products_take_no_groups():
-    few = GpuFp8Product(weight_of(4096, 4096), Fp8Inputs(), is_fixed=False)
+    few = GpuByteProduct(weight_of(4096, 4096), ByteInputs(), is_fixed=False)
     assert few.grouped_inputs(300) is None
     for weight, inputs, is_fixed in (
-        (weight_of(4096, 4096, 128), Fp8Inputs(), False),
-        (weight_of(4096, 4096), Fp8Inputs(has_power_scales=True), False),
-        (weight_of(4096, 4096), Fp8Inputs(), True),
-        (weight_of(4096, 4112), Fp8Inputs(), False),
+        (weight_of(4096, 4096, 128), ByteInputs(), False),
+        (weight_of(4096, 4096), ByteInputs(has_power_scales=True), False),
+        (weight_of(4096, 4096), ByteInputs(), True),
+        (weight_of(4096, 4112), ByteInputs(), False),
     ):
-        product = GpuFp8Product(weight, inputs, is_fixed=is_fixed)
+        product = GpuByteProduct(weight, inputs, is_fixed=is_fixed)
         assert product.grouped_inputs(16) is None
 
 
 @pytest.mark.parametrize("block", [0, 128])
 def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(block):
     weight, x = weight_of(4096, 4096, block), drawn(300, 4096)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=True)
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=True)
     whole = product(x)
     for rows in (1, 16, 65, 129):
         assert product(x[:rows].contiguous()).equal(whole[:rows])
@@ -321,7 +321,7 @@ def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(block):
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_products_are_captured_in_a_graph(rows, block):
     weight, x = weight_of(4096, 4096, block), drawn(rows, 4096)
-    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    product = GpuByteProduct(weight, ByteInputs(), is_fixed=False)
     product(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -8,9 +8,9 @@ import torch
 from tests.gpu.test_fp8 import error, model_of
 from tests.unit.worker.models import models
 from tests.unit.worker.quantization import checkpoints
-from trimaran.kernels import fp8_reference
+from trimaran.kernels import byte_reference
 from trimaran.kernels.gpu import TritonOps
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Experts, Fp8Inputs
+from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, Fp8Experts
 
 pytestmark = pytest.mark.gpu
 
@@ -28,12 +28,14 @@ def experts_of(form, count, outputs, inner):
     if form != "blocks":
         scales = torch.rand((count, outputs), generator=generator, device=DEVICE) / 2048
         static = torch.rand(count, generator=generator, device=DEVICE) / 64 + 0.01
-        return Fp8Experts(values, scales, None, Fp8Inputs(static if form == "static" else None))
+        return Fp8Experts(
+            values, scales, None, ByteInputs(static if form == "static" else None)
+        )
     rows = (torch.arange(outputs) // 128).to(torch.int32)
     blocks = BlockMap.of(rows, 128, 0, DEVICE)
     shape = count, int(rows[-1]) + 1, -(-inner // 128)
     scales = torch.rand(shape, generator=generator, device=DEVICE) / 2048
-    return Fp8Experts(values, scales, blocks, Fp8Inputs())
+    return Fp8Experts(values, scales, blocks, ByteInputs())
 
 
 def make(form, tokens, size):
@@ -53,7 +55,7 @@ def make(form, tokens, size):
 def test_sums_are_those_of_the_plain_twin(form, tokens, size, is_fixed):
     inputs = make(form, tokens, size)
     found = TritonOps(is_deterministic=is_fixed).fp8_expert_mlp(*inputs)
-    assert error(found, fp8_reference.expert_mlp(*inputs)) < TOLERANCE
+    assert error(found, byte_reference.expert_mlp(*inputs)) < TOLERANCE
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -8,21 +8,21 @@ import torch
 from tests.driver import Driver
 from tests.gpu.test_fp8 import drawn, error, same_rows
 from tests.gpu.test_kv_cache_engine import PROMPTS
-from trimaran.kernels import fp8_reference, integer_reference
-from trimaran.kernels.cuda import fp8_gemm, int8_cuts
-from trimaran.kernels.fp8_products import FIXED_TILE, GpuFp8Product, stream_tile
-from trimaran.kernels.quantized import INT8, Fp8Inputs, Fp8Rows, Fp8Weight
+from trimaran.kernels import byte_reference, integer_reference
+from trimaran.kernels.byte_products import FIXED_TILE, GpuByteProduct, stream_tile
+from trimaran.kernels.cuda import byte_gemm, int8_cuts
+from trimaran.kernels.quantized import INT8, ByteInputs, ByteRows, ByteWeight
 from trimaran.kernels.reference import silu_and_mul
 from trimaran.kernels.triton import elementwise, norm
-from trimaran.kernels.triton.fp8_gemm import Inputs, multiply_stream, multiply_tiles
-from trimaran.kernels.triton.fp8_inputs import quantize_tokens
+from trimaran.kernels.triton.byte_gemm import Inputs, multiply_stream, multiply_tiles
+from trimaran.kernels.triton.byte_inputs import quantize_tokens
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 KINDS = ["token", "static"]
-TOKENS = Fp8Inputs(dtype=INT8)
+TOKENS = ByteInputs(dtype=INT8)
 SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (544, 1552), (200, 272), (96, 16)]
 ROWS = [1, 8, 9, 33, 64, 65, 128, 129, 256, 257, 300, 1000, 2048]
 TOLERANCE = 4e-3
@@ -37,7 +37,7 @@ def weight_of(outputs, inner, *, is_whole=False):
     values = torch.randint(-128, 128, (outputs, inner), generator=generator, device=DEVICE)
     scales = torch.rand(outputs, generator=generator, device=DEVICE) / 1024 + 1e-4
     scales = scales[:1].repeat(outputs) if is_whole else scales
-    return Fp8Weight(values.to(torch.int8), scales)
+    return ByteWeight(values.to(torch.int8), scales)
 
 
 def rows_of(rows, inner, dtype=torch.bfloat16, seed=0):
@@ -72,15 +72,15 @@ def test_quantization_has_the_bits_of_the_torch_twin(rows, inner, kind, dtype):
 @pytest.mark.parametrize(("outputs", "inner"), SIZES)
 def test_products_have_the_bits_of_exact_sums(rows, outputs, inner, dtype):
     weight, x = weight_of(outputs, inner), rows_of(rows, inner, dtype)
-    product = GpuFp8Product(weight, TOKENS, is_fixed=False)
+    product = GpuByteProduct(weight, TOKENS, is_fixed=False)
     quantized = product.quantize(x)
     expected, found, parts = exact(quantized, weight), product(x), product.parts(x)
     assert found.dtype is dtype and error(found, expected) < TOLERANCE
     # Some blocks share the inputs of such numbers of rows, and add up their sums in float32.
     if not 64 < rows <= 128:
         assert found.equal(expected.to(dtype))
-    assert product(Fp8Rows(*quantized, dtype)).equal(found)
-    fixed = GpuFp8Product(weight, TOKENS, is_fixed=True)
+    assert product(ByteRows(*quantized, dtype)).equal(found)
+    fixed = GpuByteProduct(weight, TOKENS, is_fixed=True)
     assert fixed(x).equal(expected.to(dtype))
     assert fixed.parts(x) is None and fixed.gated(x) is None
     if parts is not None:
@@ -93,7 +93,7 @@ def test_products_have_the_bits_of_exact_sums(rows, outputs, inner, dtype):
 def test_a_bias_is_added_before_the_rounding(rows, outputs, inner):
     weight, x = weight_of(outputs, inner), rows_of(rows, inner)
     bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
-    product = GpuFp8Product(weight, TOKENS, is_fixed=False)
+    product = GpuByteProduct(weight, TOKENS, is_fixed=False)
     # The rounding of a sum and that of its product by a scale may be one.
     found, expected = product(x, bias), exact(product.quantize(x), weight, bias)
     torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-4)
@@ -104,8 +104,8 @@ def test_a_bias_is_added_before_the_rounding(rows, outputs, inner):
 @pytest.mark.parametrize("rows", [5, 80, 500])
 def test_all_scales_are_those_of_the_definition(rows, kind, is_whole):
     weight, x = weight_of(2048, 1024, is_whole=is_whole), rows_of(rows, 1024)
-    found = GpuFp8Product(weight, inputs_of(kind), is_fixed=False)(x)
-    expected = fp8_reference.ReferenceProduct(weight, inputs_of(kind))(x.float())
+    found = GpuByteProduct(weight, inputs_of(kind), is_fixed=False)(x)
+    expected = byte_reference.ReferenceProduct(weight, inputs_of(kind))(x.float())
     assert error(found, expected) < TOLERANCE
 
 
@@ -127,7 +127,7 @@ def test_streams_and_tiles_of_triton_have_the_same_bits(rows, outputs, inner):
 @pytest.mark.parametrize(("outputs", "inner"), [(28672, 4096), (544, 144), (96, 16)])
 def test_gated_products_are_those_of_exact_sums(rows, outputs, inner, dtype):
     weight, x = weight_of(outputs, inner), rows_of(rows, inner, dtype)
-    product = GpuFp8Product(weight, TOKENS, is_fixed=False)
+    product = GpuByteProduct(weight, TOKENS, is_fixed=False)
     found = product.gated(x)
     assert found is not None and found.dtype is dtype
     assert error(found, silu_and_mul(exact(product.quantize(x), weight))) < TOLERANCE
@@ -140,9 +140,9 @@ def test_gated_products_are_those_of_exact_sums(rows, outputs, inner, dtype):
 @pytest.mark.parametrize("rows", [129, 700])
 def test_every_tile_of_many_rows_multiplies_exactly(rows, kind, columns):
     weight, x = weight_of(1056, 528), rows_of(rows, 528)
-    quantized = Fp8Rows(*quantize_tokens(x, TOKENS), x.dtype)
+    quantized = ByteRows(*quantize_tokens(x, TOKENS), x.dtype)
     cut = int8_cuts.tile_of(columns)
-    kernel = fp8_gemm._kernel(cut, kind, x.dtype, DEVICE, "INT8", False)
+    kernel = byte_gemm._kernel(cut, kind, x.dtype, DEVICE, "INT8", False)
     found = kernel.multiply_bytes(*quantized[:2], *weight[:2])
     expected = exact(quantized, weight)
     if kind == "gated":
@@ -155,7 +155,7 @@ def test_every_tile_of_many_rows_multiplies_exactly(rows, kind, columns):
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (300, 4096), (5, 200), (80, 14336)])
 def test_norms_and_activations_make_the_rows_of_separate_kernels(rows, width, kind):
     inputs, factor = inputs_of(kind), drawn(1, width)[0]
-    product = GpuFp8Product(weight_of(64, width), inputs, is_fixed=True)
+    product = GpuByteProduct(weight_of(64, width), inputs, is_fixed=True)
     x, residual = drawn(rows, width), drawn(rows, width, seed=1)
     totals = residual.clone(), residual.clone()
     normed = norm.rms_norm(x, factor, 1e-5, totals[0])
@@ -174,7 +174,7 @@ def test_norms_and_activations_make_the_rows_of_separate_kernels(rows, width, ki
 
 def test_products_of_float32_are_float32():
     weight, x = weight_of(512, 256), rows_of(300, 256, torch.float32)
-    product = GpuFp8Product(weight, TOKENS, is_fixed=False)
+    product = GpuByteProduct(weight, TOKENS, is_fixed=False)
     assert product.gated(x) is None and product.parts(x) is None
     assert product(x).equal(exact(product.quantize(x), weight))
 
@@ -182,7 +182,7 @@ def test_products_of_float32_are_float32():
 @pytest.mark.parametrize("rows", [1, 64, 256, 1024])
 def test_products_are_captured_in_a_graph(rows):
     weight, x = weight_of(4096, 4096), rows_of(rows, 4096)
-    product = GpuFp8Product(weight, TOKENS, is_fixed=False)
+    product = GpuByteProduct(weight, TOKENS, is_fixed=False)
     product(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Rows
+from trimaran.kernels.quantized import ByteInputs, ByteRows
 from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.rotary import RotaryEmbedding
@@ -161,8 +161,8 @@ class AttentionBackend(Protocol):
         rotary: RotaryEmbedding,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        inputs: Fp8Inputs,
-    ) -> Fp8Rows | None:
+        inputs: ByteInputs,
+    ) -> ByteRows | None:
         """`rotate_and_attend`, with each query head as a group of the inputs of an FP8 product
         [T, N * H]; None, without effect, where the device has no kernel for the step."""
         ...

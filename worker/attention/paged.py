@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Rows
+from trimaran.kernels.quantized import ByteInputs, ByteRows
 from trimaran.worker.layers.rotary import RotaryEmbedding
 
 # Shapes: T tokens of the step, N query heads, K key-value heads, A = N + 2 K, H head size,
@@ -73,8 +73,8 @@ class PagedAttention:
         rotary: RotaryEmbedding,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-        inputs: Fp8Inputs,
-    ) -> Fp8Rows | None:
+        inputs: ByteInputs,
+    ) -> ByteRows | None:
         """See `AttentionBackend`."""
         if rotary.switch_at:
             return None

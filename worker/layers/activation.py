@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trimaran.kernels.quantized import Fp8Rows
+from trimaran.kernels.quantized import ByteRows
 from trimaran.worker.layers.linear import (
     LayerContext,
     MergedColumnParallelLinear,
@@ -27,14 +27,14 @@ class GatedActivation(nn.Module):
             return self._ops.silu_and_mul(gate_up_TE)
         return self._ops.gelu_and_mul(gate_up_TE, self._name)
 
-    def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor | Fp8Rows) -> Tensor:
+    def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor | ByteRows) -> Tensor:
         """``forward(gate_up(x))``, fused unless bias, LoRA or quantization come between."""
         fused_TF = self._fused(gate_up, x_TD)
         return self.forward(gate_up.forward(x_TD)) if fused_TF is None else fused_TF
 
     def project_to(
-        self, down: ParallelLinear, gate_up: MergedColumnParallelLinear, x_TD: Tensor | Fp8Rows
-    ) -> Tensor | Fp8Rows:
+        self, down: ParallelLinear, gate_up: MergedColumnParallelLinear, x_TD: Tensor | ByteRows
+    ) -> Tensor | ByteRows:
         """`project` for the inputs of ``down`` alone, quantized where that is one kernel."""
         fused_TF = self._fused(gate_up, x_TD)
         if fused_TF is not None:
@@ -48,7 +48,7 @@ class GatedActivation(nn.Module):
         return gate_up.bias is None and self._name == "silu"
 
     def _fused(
-        self, gate_up: MergedColumnParallelLinear, x_TD: Tensor | Fp8Rows
+        self, gate_up: MergedColumnParallelLinear, x_TD: Tensor | ByteRows
     ) -> Tensor | None:
         """The projection in one kernel, or None."""
         if not self.is_fused(gate_up) or gate_up.lora.is_active:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trimaran.kernels.integers import IntegerProduct
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Rows
+from trimaran.kernels.quantized import ByteInputs, ByteProduct, ByteRows
 from trimaran.worker.config.quantization import QuantizationConfig
 from trimaran.worker.layers.methods import (
     LinearMethod,
@@ -131,16 +131,16 @@ class ParallelLinear(nn.Module):
         self._local_shape, self._dtype = local_shape, context.dtype
         self.method.create_weights(self, local_shape, context.dtype, context.linear_device)
         self.bias = context.empty(local_shape[0]) if bias else None
-        self.fp8_product: Fp8Product | None = None
-        """The product by the loaded weight, set by the method of FP8 weights."""
+        self.byte_product: ByteProduct | None = None
+        """The product by the loaded weight, set by the method of FP8 or INT8 inputs."""
         self.integer_product: IntegerProduct | None = None
         """The same of integer weights."""
 
     @property
-    def own_product(self) -> Fp8Product | None:
-        """The FP8 product, for operators that are fused with it; None for other weights, and
-        where adapters need the inputs too."""
-        return None if self.lora.is_active else self.fp8_product
+    def own_product(self) -> ByteProduct | None:
+        """The product of FP8 or INT8, for operators that are fused with it; None for other
+        weights, and where adapters need the inputs too."""
+        return None if self.lora.is_active else self.byte_product
 
     def use_method(self, method: LinearMethod, device: torch.device) -> None:
         """Let ``method`` store and multiply the weight, with new memory on ``device``."""
@@ -149,13 +149,13 @@ class ParallelLinear(nn.Module):
         self.method = method
         method.create_weights(self, self._local_shape, self._dtype, device)
 
-    def forward(self, x_TD: Tensor | Fp8Rows) -> Tensor:
+    def forward(self, x_TD: Tensor | ByteRows) -> Tensor:
         """This rank's part of ``x @ weight.T + bias``. Quantized rows are those that
         `own_product` made."""
         return self._product(x_TD, self.bias)
 
-    def _product(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None) -> Tensor:
-        if isinstance(x_TD, Fp8Rows):
+    def _product(self, x_TD: Tensor | ByteRows, bias_E: Tensor | None) -> Tensor:
+        if isinstance(x_TD, ByteRows):
             assert self.own_product is not None, "another product made these rows"
             return self.own_product(x_TD, bias_E)
         output_TE = self.method.apply(self, x_TD, bias_E)
@@ -322,7 +322,7 @@ class RowParallelLinear(ParallelLinear):
         local_shape = out_features, self._partition.size
         super().__init__(context, local_shape, bias=bias, method=method, lora=lora)
 
-    def forward(self, x_TD: Tensor | Fp8Rows) -> Tensor:
+    def forward(self, x_TD: Tensor | ByteRows) -> Tensor:
         """``x @ weight.T + bias``, whole on every rank."""
         if self.tp.size == 1:
             return super().forward(x_TD)
@@ -330,7 +330,7 @@ class RowParallelLinear(ParallelLinear):
         # After the all-reduce, because every rank holds the whole bias.
         return output_TE if self.bias is None else output_TE.add_(self.bias)
 
-    def add_to(self, residual_TD: Tensor | None, x_TD: Tensor | Fp8Rows) -> Addend:
+    def add_to(self, residual_TD: Tensor | None, x_TD: Tensor | ByteRows) -> Addend:
         """Add ``forward(x)`` to ``residual`` and return None, or return ``forward(x)``.
 
         The product is returned if the addition would be a pass of its own, or if there is no
@@ -351,7 +351,7 @@ class RowParallelLinear(ParallelLinear):
             return PendingSum(self._linear_parts(plain, self.weight), self.tp)
         return PendingSum(self._parts(x_TD), self.tp)
 
-    def grouped_inputs(self, residual_TD: Tensor | None) -> Fp8Inputs | None:
+    def grouped_inputs(self, residual_TD: Tensor | None) -> ByteInputs | None:
         """How inputs of `add_to` with this residual may be quantized in groups; None if it
         takes none."""
         own = self.own_product
@@ -361,7 +361,7 @@ class RowParallelLinear(ParallelLinear):
             return None
         return own.grouped_inputs(residual_TD.shape[0])
 
-    def _parts(self, x_TD: Tensor | Fp8Rows) -> Tensor:
+    def _parts(self, x_TD: Tensor | ByteRows) -> Tensor:
         """This rank's product, in float32 parts [parts, T, E] where these are faster."""
         own = self.own_product
         parts_STE = None if own is None else own.parts(x_TD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trimaran.kernels.quantized import Fp8Rows
+from trimaran.kernels.quantized import ByteRows
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear, check_shape
 from trimaran.worker.parallel.tensor_parallel import Addend, PendingSum
 
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
     def forward_to(
         self, linear: ParallelLinear | None, x_TD: Addend, residual_TD: Tensor | None
-    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+    ) -> tuple[Tensor | ByteRows, Tensor]:
         """`forward` for the inputs of ``linear`` alone, quantized where that is one kernel."""
         product = None if linear is None else linear.own_product
         if product is None or isinstance(x_TD, PendingSum):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from trimaran.kernels.quantized import Fp8Rows
+from trimaran.kernels.quantized import ByteRows
 from trimaran.worker.attention.backend import (
     AttentionBackend,
     ForwardContext,
@@ -80,7 +80,7 @@ class LlamaAttention(nn.Module):
 
     def forward(
         self,
-        hidden_TD: Tensor | Fp8Rows,
+        hidden_TD: Tensor | ByteRows,
         residual_TD: Tensor | None,
         positions_T: Tensor,
         kv_cache: Tensor,
@@ -121,7 +121,7 @@ class LlamaAttention(nn.Module):
         residual_TD: Tensor | None,
         kv_cache: Tensor,
         context: ForwardContext,
-    ) -> Fp8Rows | None:
+    ) -> ByteRows | None:
         """The output product's inputs from the kernel of attention; None, without effect, if
         they take a kernel of their own."""
         inputs = self.o_proj.grouped_inputs(residual_TD)
@@ -172,7 +172,7 @@ class LlamaMLP(nn.Module):
             context, inner, config.hidden_size, bias=config.mlp_bias
         )
 
-    def forward(self, hidden_TD: Tensor | Fp8Rows, residual_TD: Tensor | None) -> Addend:
+    def forward(self, hidden_TD: Tensor | ByteRows, residual_TD: Tensor | None) -> Addend:
         """[T, D] to [T, D], added to the residual or returned. Collective over the group."""
         inner_TF = self.act.project_to(self.down_proj, self.gate_up_proj, hidden_TD)
         return self.down_proj.add_to(residual_TD, inner_TF)
@@ -235,7 +235,7 @@ class LlamaLayer(nn.Module):
 
     def normalise(
         self, hidden_TD: Addend, residual_TD: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+    ) -> tuple[Tensor | ByteRows, Tensor]:
         """The attention's input, and the residual. If the attention's product is known, both
         are the same tensor, because the attention needs no input."""
         if context.known_product is None:

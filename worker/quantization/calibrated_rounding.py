@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trimaran.kernels.fp8_reference import (
+from trimaran.kernels.byte_reference import (
     as_bf16,
     quantize_weight,
     split_blocks,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Experts, Fp8Inputs
+from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, Fp8Experts
 from trimaran.worker.config.schemes import Activations, Fp8Scheme
 from trimaran.worker.layers.experts import Experts
 from trimaran.worker.quantization.fp8_linear import (
@@ -131,7 +131,7 @@ class Fp8ExpertMethod:
     def _matrices(self, layer: Experts, name: str) -> Fp8Experts:
         prefix = scale_prefix(name)
         static = getattr(layer, prefix + INPUT_SCALE, None)
-        inputs = Fp8Inputs(
+        inputs = ByteInputs(
             None if static is None else static.data,
             self.scheme.activation_bound,
             self.scheme.has_power_scales,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, ByteProduct, ByteWeight
 from trimaran.worker.config.schemes import Activations, Fp8Scheme
 from trimaran.worker.layers.linear import OutputPart, WeightShapeError, check_shape
 from trimaran.worker.parallel.partition import DimPartition
@@ -116,20 +116,20 @@ class Fp8LinearMethod:
             first = sharded.input_partition.first % columns
             blocks = BlockMap.of(rows_E, columns, first, weight.device)
         static = getattr(layer, INPUT_SCALE, None)
-        inputs = Fp8Inputs(
+        inputs = ByteInputs(
             None if static is None else static.data.max(),
             self.scheme.activation_bound,
             self.scheme.has_power_scales,
         )
-        whole = Fp8Weight(weight, scales, blocks)
+        whole = ByteWeight(weight, scales, blocks)
         product = self._ops.fp8_product(whole, inputs)
         is_gated = list(sharded.output_parts) == ["gate", "up"]
         check_product(product, whole, inputs, self._dtype, is_gated=is_gated)
-        layer.fp8_product = product  # type: ignore[assignment]
+        layer.byte_product = product  # type: ignore[assignment]
 
     def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
         """``x @ weight.T + bias`` of quantized inputs."""
-        product: Fp8Product = layer.fp8_product  # type: ignore[assignment]
+        product: ByteProduct = layer.byte_product  # type: ignore[assignment]
         return product(x_TD, bias_E)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import INT8, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import INT8, ByteInputs, ByteProduct, ByteWeight
 from trimaran.worker.config.schemes import IntegerScheme
 from trimaran.worker.quantization.fp8_linear import ShardedLayer, add_parameter
 from trimaran.worker.quantization.integer_shards import IntegerShards
@@ -85,15 +85,15 @@ class IntegerLinearMethod:
         if weight.zeros is not None or weight.minimums is not None:
             return False
         # An integer less half of the range: its highest bit changes.
-        signed = Fp8Weight(weight.values.view(INT8), weight.scales.flatten())
-        inputs = Fp8Inputs(weight.input_scale, dtype=INT8)
+        signed = ByteWeight(weight.values.view(INT8), weight.scales.flatten())
+        inputs = ByteInputs(weight.input_scale, dtype=INT8)
         product = self._ops.int8_product(signed, inputs)
         if product is None:
             return False
         weight.values.bitwise_xor_(weight.half)
         is_gated = list(_sharded(layer).output_parts) == ["gate", "up"]
         check_product(product, signed, inputs, self._dtype, is_gated=is_gated)
-        layer.fp8_product = product  # type: ignore[assignment]
+        layer.byte_product = product  # type: ignore[assignment]
         return True
 
     def weight_of(self, layer: nn.Module) -> IntegerWeight:
@@ -103,8 +103,8 @@ class IntegerLinearMethod:
 
     def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
-        product: IntegerProduct | Fp8Product = (
-            layer.integer_product or layer.fp8_product  # type: ignore[assignment]
+        product: IntegerProduct | ByteProduct = (
+            layer.integer_product or layer.byte_product  # type: ignore[assignment]
         )
         return product(x_TD, bias_E)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels import fp8_reference, integer_reference
-from trimaran.kernels.fp8_reference import ReferenceProduct
+from trimaran.kernels import byte_reference, integer_reference
+from trimaran.kernels.byte_reference import ReferenceProduct
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.operators import Ops
-from trimaran.kernels.quantized import INT8, Fp8Experts, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import INT8, ByteInputs, ByteProduct, ByteWeight, Fp8Experts
 from trimaran.kernels.reference import silu_and_mul
 
 _ROWS = (1, 16, 32, 64, 80, 160)
@@ -35,9 +35,9 @@ _MAX_EXPERT_DIFFERENCE = 0.05
 
 
 def check_product(
-    product: Fp8Product,
-    weight: Fp8Weight,
-    inputs: Fp8Inputs,
+    product: ByteProduct,
+    weight: ByteWeight,
+    inputs: ByteInputs,
     dtype: torch.dtype,
     *,
     is_gated: bool = False,
@@ -59,27 +59,28 @@ def check_product(
             _check_gated(product, definition, kind, rows)
 
 
-def _sum_of_parts(product: Fp8Product, x_TD: Tensor) -> Tensor | None:
+def _sum_of_parts(product: ByteProduct, x_TD: Tensor) -> Tensor | None:
     parts_STE = product.parts(x_TD)
     return None if parts_STE is None else parts_STE.sum(0)
 
 
-def _check_groups(product: Fp8Product, weight: Fp8Weight, kind: _Kind) -> None:
+def _check_groups(product: ByteProduct, weight: ByteWeight, kind: _Kind) -> None:
     """The same of inputs with a scale for each group."""
 
     def multiply(x_TD: Tensor) -> Tensor | None:
         inputs = product.grouped_inputs(len(x_TD))
         if inputs is None:
             return None
-        rows = fp8_reference.quantize_rows(x_TD, inputs)
+        rows = byte_reference.quantize_rows(x_TD, inputs)
         parts_STE = product.parts(rows)
         return product(rows) if parts_STE is None else parts_STE.sum(0)
 
     def definition(outputs: slice) -> _Product:
         part = _part(weight, outputs)
         # Asked for numbers of tokens with groups alone.
-        return lambda x: fp8_reference.multiply_rows(
-            fp8_reference.quantize_rows(x, product.grouped_inputs(len(x)) or Fp8Inputs()), part
+        return lambda x: byte_reference.multiply_rows(
+            byte_reference.quantize_rows(x, product.grouped_inputs(len(x)) or ByteInputs()),
+            part,
         )
 
     _check(multiply, definition, kind, weight.scales)
@@ -163,7 +164,7 @@ def _check(
 
 
 def _check_gated(
-    product: Fp8Product | IntegerProduct,
+    product: ByteProduct | IntegerProduct,
     definition: Callable[[slice], _Product],
     kind: _Kind,
     rows: int,
@@ -191,12 +192,12 @@ def _check_gated(
         )
 
 
-def _part(weight: Fp8Weight, outputs: slice) -> Fp8Weight:
+def _part(weight: ByteWeight, outputs: slice) -> ByteWeight:
     """Some outputs of a weight."""
     values, scales, blocks = weight
     if blocks is None:
-        return Fp8Weight(values[outputs], scales[outputs])
-    return Fp8Weight(values[outputs], scales, blocks._replace(rows=blocks.rows[outputs]))
+        return ByteWeight(values[outputs], scales[outputs])
+    return ByteWeight(values[outputs], scales, blocks._replace(rows=blocks.rows[outputs]))
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
@@ -217,7 +218,7 @@ def check_experts(
     is_finite = all(bool(each.scales.isfinite().all()) for each in stored)
     _compare_sums(
         lambda x, weights, ids: ops.fp8_expert_mlp(x, weights, ids, *experts),
-        lambda x, weights, ids: fp8_reference.expert_mlp(x, weights, ids, *stored),
+        lambda x, weights, ids: byte_reference.expert_mlp(x, weights, ids, *stored),
         _Kind("FP8", values.shape, values.device, dtype),
         is_finite=is_finite,
     )

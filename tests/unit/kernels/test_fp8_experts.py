@@ -10,12 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import fp8_reference
+from trimaran.kernels import byte_reference
 from trimaran.kernels.build import load_library
+from trimaran.kernels.byte_reference import ReferenceProduct, quantize_weight
 from trimaran.kernels.cpu.operators import CpuOps
-from trimaran.kernels.fp8_reference import ReferenceProduct, quantize_weight
 from trimaran.kernels.gpu import TritonOps
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Experts, Fp8Inputs
+from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, Fp8Experts
 from trimaran.kernels.reference import silu_and_mul
 from trimaran.kernels.torch_ops import TorchOps
 
@@ -38,7 +38,7 @@ def experts_of(form, count, outputs, inner, seed):
     if block is not None:
         rows = (torch.arange(outputs) // block[0]).to(torch.int32)
         blocks = BlockMap.of(rows, 64, 0, rows.device)
-    inputs = Fp8Inputs(
+    inputs = ByteInputs(
         torch.rand(count, generator=generator) / 64 + 0.01 if form == "static" else None,
         1.5 if form == "bound" else 0.0,
         form == "powers",
@@ -83,7 +83,7 @@ def error(found, expected):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_gets_the_weighted_sum_of_its_experts(form):
     x, weights, ids, gate_up, down = make(form, 5)
-    found = fp8_reference.expert_mlp(x, weights, ids, gate_up, down)
+    found = byte_reference.expert_mlp(x, weights, ids, gate_up, down)
     for row in range(5):
         expected = torch.zeros(1, 128)
         for weight, expert in zip(weights[row], ids[row].tolist(), strict=True):
@@ -99,8 +99,8 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(form):
 def test_sums_are_those_of_the_plain_twin(name, form, tokens, monkeypatch):
     inputs = make(form, tokens)
     if name != "cpu":
-        monkeypatch.setattr(fp8_reference, "to_fp8", as_interpreter)
-    expected = fp8_reference.expert_mlp(*inputs)
+        monkeypatch.setattr(byte_reference, "to_fp8", as_interpreter)
+    expected = byte_reference.expert_mlp(*inputs)
     assert error(run(OPS[name], *inputs), expected) < 5e-3
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels.fp8_reference import dequantize_weight, quantize_weight
+from trimaran.kernels.byte_reference import dequantize_weight, quantize_weight
 from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Zeros
 from trimaran.worker.models.interfaces import CausalLM, OutputSlice, WeightTarget
 from trimaran.worker.models.quantized_layers import (

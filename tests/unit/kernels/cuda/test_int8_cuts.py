@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimaran.kernels.cuda import fp8_gemm, int8_cuts
+from trimaran.kernels.cuda import byte_gemm, int8_cuts
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])
@@ -43,8 +43,8 @@ def test_all_tiles_are_known_before_the_rows_are(outputs, kind):
 @pytest.mark.parametrize(("outputs", "inner"), [(4096, 4096), (4096, 14336), (544, 1552)])
 def test_no_blocks_share_inputs_where_a_result_must_not_depend_on_the_cut(rows, outputs, inner):
     def cut(kind, *, is_fixed):
-        product = fp8_gemm._Product((outputs, inner), 132, kind, "INT8", is_fixed=is_fixed)
-        return fp8_gemm._cut_of(rows, product)
+        product = byte_gemm._Product((outputs, inner), 132, kind, "INT8", is_fixed=is_fixed)
+        return byte_gemm._cut_of(rows, product)
 
     assert cut("plain", is_fixed=True).split == 1
     assert cut("parts", is_fixed=True) is None

@@ -16,7 +16,7 @@ TYPES = {
 @pytest.mark.parametrize("scales", ["blocks", "rows"])
 @pytest.mark.parametrize(
     "kernel",
-    ["fp8_gemm._tile_kernel", "fp8_gemm._stream_kernel", "fp8_experts._experts_kernel"],
+    ["byte_gemm._tile_kernel", "byte_gemm._stream_kernel", "fp8_experts._experts_kernel"],
 )
 def test_a_product_uses_the_matrix_units_for_fp8(kernel, scales, compile_for_hopper):
     blocks = scales == "blocks"
@@ -37,7 +37,7 @@ def test_a_product_uses_the_matrix_units_for_fp8(kernel, scales, compile_for_hop
 def test_a_product_uses_the_matrix_units_for_int8(kernel, compile_for_hopper):
     types = {**TYPES, **dict.fromkeys(("x", "weight"), "*i8"), "sums": "*i32"}
     made = compile_for_hopper(
-        f"fp8_gemm.{kernel}", types, ("x_stride", "num_outputs"), {"num_stages": 4},
+        f"byte_gemm.{kernel}", types, ("x_stride", "num_outputs"), {"num_stages": 4},
         INNER=4096, FIRST=0, COLUMNS_OF_SCALES=1, HAS_BLOCKS=False, HAS_BIAS=True, ROWS=64,
         COLUMNS=128, STEP=128, IS_UNIFORM=False, TOGETHER=8, PARTS=2, AHEAD=4, OVERLAPS=True,
     )  # fmt: skip
@@ -51,7 +51,7 @@ def test_inputs_of_int8_are_rounded_after_they_are_clamped(is_static, compile_fo
         **dict.fromkeys(("static", "scales"), "*fp32"), "bound": "fp32",
     }  # fmt: skip
     made = compile_for_hopper(
-        "fp8_inputs._tokens_kernel", types, ("x_stride", "width"), {},
+        "byte_inputs._tokens_kernel", types, ("x_stride", "width"), {},
         PADDED=4096, IS_STATIC=is_static, HAS_BOUND=False, HAS_POWERS=False, OVERLAPS=True,
     )  # fmt: skip
     # A product and the sum that rounds it would be one operation, with another result. Zero

@@ -9,20 +9,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import fp8_reference
-from trimaran.kernels.cuda import fp8_gemm
-from trimaran.kernels.fp8_products import FIXED_TILE, GpuFp8Product, stream_tile
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels import byte_reference
+from trimaran.kernels.byte_products import FIXED_TILE, GpuByteProduct, stream_tile
+from trimaran.kernels.cuda import byte_gemm
+from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, ByteWeight
 from trimaran.kernels.tables.product_table import GemmShape, SkinnyShape
-from trimaran.kernels.triton import elementwise, fp8_rows, norm
-from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
-from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
+from trimaran.kernels.triton import byte_rows, elementwise, norm
+from trimaran.kernels.triton.byte_gemm import Inputs, Tile, multiply_stream, multiply_tiles
+from trimaran.kernels.triton.byte_inputs import quantize_groups, quantize_tokens
 
 INPUTS = {
-    "token": Fp8Inputs(),
-    "powers": Fp8Inputs(has_power_scales=True),
-    "bound": Fp8Inputs(bound=28.0),
-    "static": Fp8Inputs(scale=torch.tensor(0.0625)),
+    "token": ByteInputs(),
+    "powers": ByteInputs(has_power_scales=True),
+    "bound": ByteInputs(bound=28.0),
+    "static": ByteInputs(scale=torch.tensor(0.0625)),
 }
 
 
@@ -54,26 +54,26 @@ def test_tokens_are_quantized_as_by_the_twin(name, inner):
     x = exact(5, inner + 8, 50)[:, :inner]
     inputs = INPUTS[name]
     x[4] = 0
-    same(quantize_tokens(x, inputs), fp8_reference.quantize_tokens(x, inputs))
+    same(quantize_tokens(x, inputs), byte_reference.quantize_tokens(x, inputs))
 
 
 @pytest.mark.parametrize(("inner", "first"), [(256, 0), (200, 0), (200, 48)])
 def test_groups_are_quantized_as_by_the_twin(inner, first):
     x = exact(3, inner + 8, 16)[:, :inner]
     blocks = BlockMap(torch.empty(0), 64, first)
-    found = quantize_groups(x, blocks, Fp8Inputs())
-    same(found, fp8_reference.quantize_groups(x, blocks, Fp8Inputs()))
+    found = quantize_groups(x, blocks, ByteInputs())
+    same(found, byte_reference.quantize_groups(x, blocks, ByteInputs()))
 
 
 def weights(outputs, inner, first=0, block=0):
     """A random weight, with a scale a row, or blocks of 48 rows and ``block`` columns."""
     generator = torch.Generator().manual_seed(outputs)
     if not block:
-        return Fp8Weight(draw(outputs, inner), torch.rand(outputs, generator=generator) / 4096)
+        return ByteWeight(draw(outputs, inner), torch.rand(outputs, generator=generator) / 4096)
     rows = (torch.arange(outputs) // 48).to(torch.int32)
     blocks = BlockMap.of(rows, block, first, rows.device)
     shape = (int(rows[-1]) + 1, len(blocks.groups(inner)))
-    return Fp8Weight(
+    return ByteWeight(
         draw(outputs, inner), torch.rand(shape, generator=generator) / 4096, blocks
     )
 
@@ -89,8 +89,8 @@ def test_products_are_those_of_the_twin(rows, outputs, inner, has_bias, first, b
     weight = weights(outputs, inner, first, block)
     x = exact(rows, inner, 16)
     bias = torch.randn(outputs).half() if has_bias else None
-    expected = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x, bias)
-    quantized = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False).quantize(x)
+    expected = byte_reference.ReferenceProduct(weight, ByteInputs())(x, bias)
+    quantized = GpuByteProduct(weight, ByteInputs(), is_fixed=False).quantize(x)
 
     tiles = [
         multiply_tiles(quantized, weight, bias, x.dtype, Tile(16, columns, 32))
@@ -110,15 +110,15 @@ def test_products_are_those_of_the_twin(rows, outputs, inner, has_bias, first, b
 def test_the_product_of_a_weight_takes_any_number_of_rows(rows, is_fixed):
     weight = weights(192, 256)
     x = exact(rows, 256, 16)
-    found = GpuFp8Product(weight, Fp8Inputs(), is_fixed=is_fixed)(x)
-    expected = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x)
+    found = GpuByteProduct(weight, ByteInputs(), is_fixed=is_fixed)(x)
+    expected = byte_reference.ReferenceProduct(weight, ByteInputs())(x)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
 
 
 def test_a_row_of_a_fixed_tile_shape_does_not_depend_on_other_rows():
     weight = weights(136, 208, 24, 64)
     x = exact(70, 208, 16)
-    quantized = Inputs(*quantize_groups(x, weight.blocks, Fp8Inputs()))
+    quantized = Inputs(*quantize_groups(x, weight.blocks, ByteInputs()))
     first = Inputs(quantized.values[:1], quantized.scales[:1])
     whole = multiply_tiles(quantized, weight, None, x.dtype, FIXED_TILE)
     assert multiply_tiles(first, weight, None, x.dtype, FIXED_TILE).equal(whole[:1])
@@ -144,36 +144,36 @@ def test_norms_and_activations_make_the_bits_of_separate_kernels(name, width):
     for addend in (x, parts):
         totals = residual.clone(), residual.clone()
         normed = norm.rms_norm(addend, factor, 1e-5, totals[0])
-        found = fp8_rows.rms_norm(addend, totals[1], factor, 1e-5, inputs)
+        found = byte_rows.rms_norm(addend, totals[1], factor, 1e-5, inputs)
         same(found[:2], quantize_tokens(normed, inputs))
         assert totals[0].equal(totals[1]) and found.dtype is torch.float16
-    found = fp8_rows.rms_norm(x, None, factor, 1e-5, inputs)
+    found = byte_rows.rms_norm(x, None, factor, 1e-5, inputs)
     same(found[:2], quantize_tokens(norm.rms_norm(x, factor, 1e-5), inputs))
-    found = fp8_rows.gated_activation(gate_up, "silu", inputs)
+    found = byte_rows.gated_activation(gate_up, "silu", inputs)
     same(found[:2], quantize_tokens(elementwise.silu_and_mul(gate_up), inputs))
 
 
 @pytest.mark.parametrize("name", ["token", "bound", "static"])
 def test_rows_in_groups_are_those_of_each_group(name):
     x, inputs = draw(5, 384).half(), INPUTS[name]
-    rows = fp8_reference.quantize_rows(x, inputs)
+    rows = byte_reference.quantize_rows(x, inputs)
     assert rows.has_groups and rows.scales.shape == (3, 8) and rows.dtype is torch.float16
     parts = []
     for number, group in enumerate(x.split(128, 1)):
-        values, scales = fp8_reference.quantize_tokens(group, inputs)
+        values, scales = byte_reference.quantize_tokens(group, inputs)
         same((rows.values[:, 128 * number :][:, :128], rows.scales[number, :5]),
              (values, scales))  # fmt: skip
         parts.append(values.float() * scales)
-    weight = Fp8Weight(draw(16, 384), torch.rand(16))
+    weight = ByteWeight(draw(16, 384), torch.rand(16))
     expected = torch.cat(parts, 1) @ weight.values.float().T * weight.scales
-    torch.testing.assert_close(fp8_reference.multiply_rows(rows, weight), expected)
+    torch.testing.assert_close(byte_reference.multiply_rows(rows, weight), expected)
 
 
 @pytest.mark.parametrize(
     ("outputs", "columns", "max_tiles"), [(28672, 112, 2), (2048, 80, 1), (25344, 96, 2)]
 )
 def test_cuts_of_few_rows_keep_all_processors_busy(outputs, columns, max_tiles):
-    cut = fp8_gemm.gated_cut(64, outputs, 132)
+    cut = byte_gemm.gated_cut(64, outputs, 132)
     cut.check("gated")
     assert cut.columns == columns
     assert -(-outputs // columns) <= 132 * max_tiles
@@ -191,9 +191,9 @@ def test_cuts_of_few_rows_keep_all_processors_busy(outputs, columns, max_tiles):
 )  # fmt: skip
 def test_few_rows_have_as_many_weights_on_each_processor(outputs, inner, kind, cut, rows):
     if kind == "gated":
-        found = fp8_gemm.gated_cut(rows, outputs, 132)
+        found = byte_gemm.gated_cut(rows, outputs, 132)
     else:
-        chooser = fp8_gemm.parts_cut if kind == "parts" else fp8_gemm.whole_cut
+        chooser = byte_gemm.parts_cut if kind == "parts" else byte_gemm.whole_cut
         found = chooser(rows, outputs, inner, 132)
     assert isinstance(found, SkinnyShape)
     found.check(kind)
@@ -204,11 +204,11 @@ def test_few_rows_have_as_many_weights_on_each_processor(outputs, inner, kind, c
 
 @pytest.mark.parametrize("rows", [1, 16, 32])
 def test_a_processor_has_room_for_one_block_of_queries_and_one_of_attention(rows):
-    cut = fp8_gemm.whole_cut(rows, 6144, 4096, 132)
+    cut = byte_gemm.whole_cut(rows, 6144, 4096, 132)
     of_processor, of_attention = 226, 99
     assert 2 * cut.shared_kib > of_processor >= cut.shared_kib + of_attention
     # A block with many weights has all of the memory.
-    assert fp8_gemm.whole_cut(rows, 6144, 14336, 132).shared_kib == 215
+    assert byte_gemm.whole_cut(rows, 6144, 14336, 132).shared_kib == 215
 
 
 @pytest.mark.parametrize("cut", [(4, 32), (8, 36), (8, 136), (8, 32, 2), (64, 128, 1, 32)])
@@ -218,36 +218,36 @@ def test_tiles_of_few_rows_that_the_kernel_cannot_run_are_refused(cut):
 
 
 def test_gates_and_ups_of_many_rows_are_multiplied_by_two_blocks_if_these_keep_all_busy():
-    cut = fp8_gemm.gated_cut(256, 28672, 132)
+    cut = byte_gemm.gated_cut(256, 28672, 132)
     assert cut == GemmShape(128, 224, 1, 2, shares_weights=True, max_early=0)
     cut.check("gated")
-    assert fp8_gemm.gated_cut(129, 28672, 132) == cut
-    assert fp8_gemm.gated_cut(257, 28672, 132) is None
-    assert fp8_gemm.gated_cut(256, 4096, 132) is None
+    assert byte_gemm.gated_cut(129, 28672, 132) == cut
+    assert byte_gemm.gated_cut(257, 28672, 132) is None
+    assert byte_gemm.gated_cut(256, 4096, 132) is None
 
 
 @pytest.mark.parametrize("rows", [33, 64, 65, 128])
 @pytest.mark.parametrize(("outputs", "inner"), [(4096, 4096), (8192, 28672), (576, 1536)])
 def test_blocks_of_parts_all_run_at_once(outputs, inner, rows):
-    cut = fp8_gemm.parts_cut(rows, outputs, inner, 132)
+    cut = byte_gemm.parts_cut(rows, outputs, inner, 132)
     assert cut is not None and cut.rows >= rows
     cut.check("parts")
     assert cut.split > 1 and -(-outputs // cut.columns) * cut.split <= 132
 
 
 def test_few_rows_of_few_inputs_make_fewer_parts():
-    assert fp8_gemm.parts_cut(64, 4096, 4096, 132) == GemmShape(64, 64, 2)
-    assert fp8_gemm.parts_cut(64, 4096, 14336, 132) == GemmShape(64, 96, 3, max_early=8)
-    assert fp8_gemm.parts_cut(65, 4096, 4096, 132) == GemmShape(128, 96, 3)
+    assert byte_gemm.parts_cut(64, 4096, 4096, 132) == GemmShape(64, 64, 2)
+    assert byte_gemm.parts_cut(64, 4096, 14336, 132) == GemmShape(64, 96, 3, max_early=8)
+    assert byte_gemm.parts_cut(65, 4096, 4096, 132) == GemmShape(128, 96, 3)
 
 
 def test_parts_of_more_rows_are_made_of_many_inputs_alone():
-    assert fp8_gemm.parts_cut(256, 4096, 14336, 132) == GemmShape(256, 96, 3)
-    assert fp8_gemm.parts_cut(256, 4096, 4096, 132) is None
-    assert fp8_gemm.parts_cut(257, 4096, 14336, 132) is None
+    assert byte_gemm.parts_cut(256, 4096, 14336, 132) == GemmShape(256, 96, 3)
+    assert byte_gemm.parts_cut(256, 4096, 4096, 132) is None
+    assert byte_gemm.parts_cut(257, 4096, 14336, 132) is None
     # So many tiles that they cannot be split, or too few inputs.
-    assert fp8_gemm.parts_cut(33, 16384, 4096, 132) is None
-    assert fp8_gemm.parts_cut(1, 4096, 512, 132) is None
+    assert byte_gemm.parts_cut(33, 16384, 4096, 132) is None
+    assert byte_gemm.parts_cut(1, 4096, 512, 132) is None
 
 
 @pytest.mark.parametrize(
@@ -255,20 +255,20 @@ def test_parts_of_more_rows_are_made_of_many_inputs_alone():
     [(64, None), (65, GemmShape(128, 48)), (128, GemmShape(128, 48)), (257, None)],
 )
 def test_whole_products_of_more_rows_than_a_tile_of_64(rows, cut):
-    assert fp8_gemm.whole_cut(rows, 6144, 4096, 132) == cut
+    assert byte_gemm.whole_cut(rows, 6144, 4096, 132) == cut
 
 
 @pytest.mark.parametrize("outputs", [4096, 6144])
 def test_whole_products_of_many_rows_have_tiles_that_all_run_at_once(outputs):
-    cut = fp8_gemm.whole_cut(200, outputs, 4096, 132)
+    cut = byte_gemm.whole_cut(200, outputs, 4096, 132)
     cut.check("plain")
     assert cut.rows == 128 and -(-outputs // cut.columns) * 2 == 128
     # Half of the processors would be idle, or some would have two tiles.
-    assert fp8_gemm.whole_cut(200, 2048, 4096, 132) is None
-    assert fp8_gemm.whole_cut(200, 16384, 4096, 132) is None
+    assert byte_gemm.whole_cut(200, 2048, 4096, 132) is None
+    assert byte_gemm.whole_cut(200, 16384, 4096, 132) is None
 
 
 def test_whole_products_of_few_outputs_are_split():
-    cut = fp8_gemm.whole_cut(128, 4096, 14336, 132)
+    cut = byte_gemm.whole_cut(128, 4096, 14336, 132)
     assert cut == GemmShape(128, 64, 2)
     cut.check("plain")

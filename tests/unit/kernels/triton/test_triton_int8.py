@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import fp8_reference, integer_reference
-from trimaran.kernels.fp8_products import FIXED_TILE, GpuFp8Product
-from trimaran.kernels.quantized import INT8, Fp8Inputs, Fp8Weight
-from trimaran.kernels.triton import elementwise, fp8_rows, norm
-from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
-from trimaran.kernels.triton.fp8_inputs import quantize_tokens
+from trimaran.kernels import byte_reference, integer_reference
+from trimaran.kernels.byte_products import FIXED_TILE, GpuByteProduct
+from trimaran.kernels.quantized import INT8, ByteInputs, ByteWeight
+from trimaran.kernels.triton import byte_rows, elementwise, norm
+from trimaran.kernels.triton.byte_gemm import Inputs, Tile, multiply_stream, multiply_tiles
+from trimaran.kernels.triton.byte_inputs import quantize_tokens
 
 INPUTS = {
-    "token": Fp8Inputs(dtype=INT8),
-    "static": Fp8Inputs(scale=torch.tensor(0.03), dtype=INT8),
+    "token": ByteInputs(dtype=INT8),
+    "static": ByteInputs(scale=torch.tensor(0.03), dtype=INT8),
 }
 
 
@@ -27,7 +27,7 @@ def drawn(rows, inner, dtype=torch.bfloat16, seed=0):
 def weight_of(outputs, inner):
     generator = torch.Generator().manual_seed(outputs)
     values = torch.randint(-128, 128, (outputs, inner), generator=generator).to(torch.int8)
-    return Fp8Weight(values, torch.rand(outputs, generator=generator) / 64)
+    return ByteWeight(values, torch.rand(outputs, generator=generator) / 64)
 
 
 def same(found, expected):
@@ -65,12 +65,12 @@ def test_a_token_that_is_no_number_has_a_scale_that_is_none_either(name, value):
 def test_norms_and_activations_make_the_rows_of_separate_kernels(name):
     inputs, x, factor = INPUTS[name], drawn(5, 200), drawn(1, 200, seed=2)[0]
     same(
-        fp8_rows.rms_norm(x, None, factor, 1e-5, inputs)[:2],
+        byte_rows.rms_norm(x, None, factor, 1e-5, inputs)[:2],
         quantize_tokens(norm.rms_norm(x, factor, 1e-5), inputs),
     )
     gate_up = drawn(5, 400, seed=3)
     same(
-        fp8_rows.gated_activation(gate_up, "silu", inputs)[:2],
+        byte_rows.gated_activation(gate_up, "silu", inputs)[:2],
         quantize_tokens(elementwise.gated_activation(gate_up, "silu"), inputs),
     )
 
@@ -101,8 +101,8 @@ def test_products_add_up_integers_exactly(rows, outputs, inner, has_bias):
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_product_of_a_weight_is_that_of_the_twin(name, rows, is_fixed):
     weight, x, inputs = weight_of(192, 256), drawn(rows, 256), INPUTS[name]
-    found = GpuFp8Product(weight, inputs, is_fixed=is_fixed)(x)
-    expected = fp8_reference.ReferenceProduct(weight, inputs)(x)
+    found = GpuByteProduct(weight, inputs, is_fixed=is_fixed)(x)
+    expected = byte_reference.ReferenceProduct(weight, inputs)(x)
     # The order of the scales may move a sum to the next bf16 number.
     torch.testing.assert_close(found, expected, atol=0.0, rtol=2**-7)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.unit.worker.models import models
-from trimaran.kernels.fp8_reference import dequantize_weight, quantize_weight, to_fp8
+from trimaran.kernels.byte_reference import dequantize_weight, quantize_weight, to_fp8
 
 BLOCK = (16, 32)
 """Rows and columns of blocks: widths of 72 and 104 leave smaller ones at the end."""

@@ -21,7 +21,7 @@ def floats_of(layer: ParallelLinear) -> Tensor:
         return dequantize(layer.method.weight_of(layer))
     if not isinstance(layer.method, Fp8LinearMethod):
         return layer.weight.data
-    weight = layer.fp8_product._weight
+    weight = layer.byte_product._weight
     if weight.blocks is None:
         return weight.values.float() * weight.scales[:, None]
     spread = torch.empty(weight.values.shape)

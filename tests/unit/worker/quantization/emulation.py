@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tests.unit.worker.quantization import checkpoints
 from tests.unit.worker.quantization.checkpoints import BLOCK, FORMATS
-from trimaran.kernels.fp8_reference import quantize_groups, quantize_tokens
-from trimaran.kernels.quantized import BlockMap, Fp8Inputs
+from trimaran.kernels.byte_reference import quantize_groups, quantize_tokens
+from trimaran.kernels.quantized import BlockMap, ByteInputs
 
 
 def fake_quantized(x: Tensor, form: str, factor: float) -> Tensor:
@@ -18,14 +18,14 @@ def fake_quantized(x: Tensor, form: str, factor: float) -> Tensor:
     if kind == "block":
         blocks = BlockMap(torch.empty(0), BLOCK[1], 0)
         numbers, scales = quantize_groups(
-            x, blocks, Fp8Inputs(None, 0.0, "scale_fmt" in values)
+            x, blocks, ByteInputs(None, 0.0, "scale_fmt" in values)
         )
         sizes = torch.tensor([s.stop - s.start for s in blocks.groups(x.shape[1])])
         scales = scales.repeat_interleave(sizes, 1)
     else:
         fixed = torch.tensor(checkpoints.STATIC_SCALE * factor) if static else None
         bound = values.get("activation_scale_ub", 0.0)
-        numbers, scales = quantize_tokens(x, Fp8Inputs(fixed, bound))
+        numbers, scales = quantize_tokens(x, ByteInputs(fixed, bound))
     return numbers.float() * scales
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import fp8_reference
+from trimaran.kernels import byte_reference
 from trimaran.kernels.integer_reference import quantize_weight
 from trimaran.worker.quantization.calibrated_rounding import (
     fit_integers,
@@ -52,15 +52,15 @@ def test_fitted_integers_change_products_less_than_the_nearest(weight, inputs, b
 
 
 def test_fitted_fp8_changes_products_less_than_the_nearest(weight, inputs):
-    values, scales = fp8_reference.quantize_weight(weight)
+    values, scales = byte_reference.quantize_weight(weight)
     nearest = values.float() * scales[:, None]
 
     def grid(floats, scales):
-        return fp8_reference.to_fp8(floats, scales).float() * scales
+        return byte_reference.to_fp8(floats, scales).float() * scales
 
     spread = scales[:, None].expand_as(weight)
     fitted = round_to_inputs(weight, inputs.T @ inputs, spread, grid)
-    again = fp8_reference.to_fp8(fitted, spread)
+    again = byte_reference.to_fp8(fitted, spread)
     assert (again.float() * spread).equal(fitted)
     assert error(inputs, weight, fitted) < 0.4 * error(inputs, weight, nearest)
 
@@ -85,13 +85,13 @@ def test_searched_scales_leave_no_larger_error_than_the_largest_magnitude(weight
 @pytest.mark.parametrize("block", [None, (16, 80)])
 def test_searched_fp8_scales_leave_no_larger_error_than_the_largest_magnitude(weight, block):
     counts = torch.linspace(0.1, 2.0, INNER)
-    plain = fp8_reference.quantize_weight(weight, block)[1]
+    plain = byte_reference.quantize_weight(weight, block)[1]
     found = fp8_scales(weight, block, counts)
     assert found.shape == plain.shape and found.equal(found.bfloat16().float())
     assert bool((found >= plain).all()) and bool((found < 2 * plain).all())
     errors = []
     for scales in (found, plain):
-        spread = fp8_reference.spread_scales(scales, (OUTPUTS, INNER), block)
-        rounded = fp8_reference.to_fp8(weight, spread).float() * spread
+        spread = byte_reference.spread_scales(scales, (OUTPUTS, INNER), block)
+        rounded = byte_reference.to_fp8(weight, spread).float() * spread
         errors.append(((rounded - weight).square() * counts).sum())
     assert errors[0] < 0.99 * errors[1]

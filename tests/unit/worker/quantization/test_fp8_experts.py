@@ -12,7 +12,7 @@ from tests.unit.worker.models.paged_run import PagedRun, logits_alone_and_beside
 from tests.unit.worker.quantization import checkpoints
 from tests.unit.worker.quantization.emulation import emulate
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels.fp8_reference import dequantize_weight
+from trimaran.kernels.byte_reference import dequantize_weight
 from trimaran.worker.layers.experts import Experts
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 from trimaran.worker.quantization.fp8_experts import Fp8ExpertMethod

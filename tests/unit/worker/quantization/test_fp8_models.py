@@ -116,7 +116,7 @@ def test_stacked_matrices_keep_their_scales_and_share_the_largest_input_scale(tm
     scales = [stored[f"model.layers.0.self_attn.{name}.weight_scale"] for name in names]
     assert len({float(scale) for scale in scales}) == 3
     assert layer.weight_scale.unique().tolist() == sorted(float(scale) for scale in scales)
-    assert layer.fp8_product._inputs.scale == pytest.approx(checkpoints.STATIC_SCALE * 1.1)
+    assert layer.byte_product._inputs.scale == pytest.approx(checkpoints.STATIC_SCALE * 1.1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.unit.worker.quantization import integer_checkpoints
 from tests.unit.worker.quantization.integer_checkpoints import FORMS
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.gpu import TritonOps
-from trimaran.kernels.quantized import Fp8Rows
+from trimaran.kernels.quantized import ByteRows
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.quantization import load_time_quantization
 from trimaran.worker.models.interfaces import StageRange
@@ -76,7 +76,7 @@ def test_norms_and_activations_make_the_inputs_of_int8_products(tmp_path):
     layer, its = (each.get_submodule("layers.0") for each in (ours, defined))
     x, residual = torch.randn((70, 72)), torch.randn((70, 72))
     rows, _ = layer.mlp_norm.forward_to(layer.mlp.gate_up_proj, x, residual.clone())
-    assert isinstance(rows, Fp8Rows) and rows.values.dtype is torch.int8
+    assert isinstance(rows, ByteRows) and rows.values.dtype is torch.int8
     normed, _ = its.mlp_norm.forward_to(its.mlp.gate_up_proj, x, residual.clone())
     found, expected = layer.mlp.forward(rows, None), its.mlp.forward(normed, None)
     # An input of the second product may be the neighbouring byte.

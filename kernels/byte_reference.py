@@ -18,11 +18,11 @@ from trimaran.kernels.quantized import (
     INT8,
     LARGEST,
     BlockMap,
+    ByteInputs,
+    ByteProduct,
+    ByteRows,
+    ByteWeight,
     Fp8Experts,
-    Fp8Inputs,
-    Fp8Product,
-    Fp8Rows,
-    Fp8Weight,
 )
 from trimaran.kernels.reference import silu_and_mul, sum_experts
 
@@ -55,7 +55,7 @@ def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
     return values.clamp(-LARGEST, LARGEST).to(FP8)
 
 
-def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x_TD: Tensor, inputs: ByteInputs) -> tuple[Tensor, Tensor]:
     """Values [T, D] in the dtype of ``inputs``, and scales: float32 [T, 1], or [] if static and
     in FP8."""
     if inputs.dtype is INT8:
@@ -69,7 +69,9 @@ def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
     return to_fp8(x_TD, scales), scales
 
 
-def quantize_groups(x_TD: Tensor, blocks: BlockMap, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+def quantize_groups(
+    x_TD: Tensor, blocks: BlockMap, inputs: ByteInputs
+) -> tuple[Tensor, Tensor]:
     """FP8 values [T, D] and scales float32 [T, G]."""
     groups = blocks.groups(x_TD.shape[1])
     peaks = [x_TD[:, group].abs().amax(1) for group in groups]
@@ -79,7 +81,7 @@ def quantize_groups(x_TD: Tensor, blocks: BlockMap, inputs: Fp8Inputs) -> tuple[
     return to_fp8(x_TD, spread_TD), scales_TG
 
 
-def quantize_rows(x_TD: Tensor, inputs: Fp8Inputs) -> Fp8Rows:
+def quantize_rows(x_TD: Tensor, inputs: ByteInputs) -> ByteRows:
     """Rows with a scale for each group of `GROUP` inputs."""
     rows, width = x_TD.shape
     assert width % GROUP == 0, f"{width} inputs are no whole groups of {GROUP}"
@@ -88,24 +90,24 @@ def quantize_rows(x_TD: Tensor, inputs: Fp8Inputs) -> Fp8Rows:
     scales_TG = scales.expand(len(groups), 1).reshape(rows, -1)
     scales_GP = scales_TG.new_zeros(width // GROUP, -(-rows // 8) * 8)
     scales_GP[:, :rows] = scales_TG.T
-    return Fp8Rows(values.view(rows, width), scales_GP, x_TD.dtype)
+    return ByteRows(values.view(rows, width), scales_GP, x_TD.dtype)
 
 
-def multiply_rows(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
+def multiply_rows(x: ByteRows, weight: ByteWeight) -> Tensor:
     """``x @ weight.T`` [T, E] of rows with groups, in float32."""
     scales_TD = x.scales[:, : len(x.values)].T.repeat_interleave(GROUP, dim=1)
     return (x.values.float() * scales_TD) @ weight.values.float().T * weight.scales
 
 
-class ReferenceProduct(Fp8Product):
-    """`Fp8Product` in torch, on any device."""
+class ReferenceProduct(ByteProduct):
+    """`ByteProduct` in torch, on any device."""
 
-    def __init__(self, weight: Fp8Weight, inputs: Fp8Inputs) -> None:
+    def __init__(self, weight: ByteWeight, inputs: ByteInputs) -> None:
         self._weight = weight
         self._inputs = inputs
 
-    def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
-        """See `Fp8Product`."""
+    def __call__(self, x_TD: Tensor | ByteRows, bias_E: Tensor | None = None) -> Tensor:
+        """See `ByteProduct`."""
         weight = self._weight
         assert isinstance(x_TD, Tensor), "this product makes no quantized rows"
         if weight.blocks is None:

@@ -6,25 +6,25 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels.cuda import fp8_gemm
+from trimaran.kernels.cuda import byte_gemm
 from trimaran.kernels.quantized import (
     FP8,
     INT8,
     BlockMap,
-    Fp8Inputs,
-    Fp8Product,
-    Fp8Rows,
-    Fp8Weight,
+    ByteInputs,
+    ByteProduct,
+    ByteRows,
+    ByteWeight,
 )
-from trimaran.kernels.triton import fp8_rows
-from trimaran.kernels.triton.fp8_gemm import (
+from trimaran.kernels.triton import byte_rows
+from trimaran.kernels.triton.byte_gemm import (
     MAX_STREAM_ROWS,
     Inputs,
     Tile,
     multiply_stream,
     multiply_tiles,
 )
-from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
+from trimaran.kernels.triton.byte_inputs import quantize_groups, quantize_tokens
 from trimaran.kernels.triton.launch import padded_size
 
 # Shapes: T tokens, D inner width, E outputs.
@@ -73,8 +73,8 @@ FIXED_TILE = Tile(64, 128, 128, warps=4, stages=4)
 on it. On an H200 tiles of 128 rows take 5 to 30 % longer."""
 
 
-class GpuFp8Product(Fp8Product):
-    """`Fp8Product` by Triton's kernels, by the library for many rows of FP8 with a scale per
+class GpuByteProduct(ByteProduct):
+    """`ByteProduct` by Triton's kernels, by the library for many rows of FP8 with a scale per
     row, and by our Hopper kernel for few rows of FP8 and all numbers of rows of INT8.
 
     With ``is_fixed`` a token's result does not depend on the other tokens or their number. All
@@ -82,31 +82,31 @@ class GpuFp8Product(Fp8Product):
     are not.
     """
 
-    def __init__(self, weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> None:
+    def __init__(self, weight: ByteWeight, inputs: ByteInputs, *, is_fixed: bool) -> None:
         self._weight = weight
         self._inputs = inputs
         self._is_fixed = is_fixed
         self._is_exact = weight.values.dtype is INT8
         self._has_library = not is_fixed and can_use_library(weight)
         can_choose = not is_fixed or self._is_exact
-        self._has_hopper = can_choose and fp8_gemm.can_multiply(weight)
+        self._has_hopper = can_choose and byte_gemm.can_multiply(weight)
 
-    def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
-        """See `Fp8Product`. Safe under CUDA graph capture, as all methods."""
+    def __call__(self, x_TD: Tensor | ByteRows, bias_E: Tensor | None = None) -> Tensor:
+        """See `ByteProduct`. Safe under CUDA graph capture, as all methods."""
         weight, dtype = self._weight, x_TD.dtype
         x = (
             Inputs(x_TD.values, x_TD.scales)
-            if isinstance(x_TD, Fp8Rows)
+            if isinstance(x_TD, ByteRows)
             else self.quantize(x_TD)
         )
         if self._is_fixed and not (self._is_exact and bias_E is None):
             return multiply_tiles(x, weight, bias_E, dtype, FIXED_TILE)
         rows, (outputs, inner) = x.values.shape[0], weight.values.shape
         can_use_hopper = self._can_use_hopper(x_TD) and bias_E is None
-        if can_use_hopper and fp8_gemm.can_multiply_whole(rows, weight):
-            quantized = Fp8Rows(x.values, x.scales, dtype)
-            return fp8_gemm.multiply(quantized, weight, is_fixed=self._is_fixed)
-        is_grouped = isinstance(x_TD, Fp8Rows) and x_TD.has_groups
+        if can_use_hopper and byte_gemm.can_multiply_whole(rows, weight):
+            quantized = ByteRows(x.values, x.scales, dtype)
+            return byte_gemm.multiply(quantized, weight, is_fixed=self._is_fixed)
+        is_grouped = isinstance(x_TD, ByteRows) and x_TD.has_groups
         assert not is_grouped, "other kernels take a scale a token"
         if rows <= MAX_STREAM_ROWS:
             has_blocks = weight.blocks is not None
@@ -116,58 +116,58 @@ class GpuFp8Product(Fp8Product):
             return multiply_by_library(x, weight, bias_E)
         return multiply_tiles(x, weight, bias_E, dtype, FIXED_TILE)
 
-    def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
+    def parts(self, x_TD: Tensor | ByteRows) -> Tensor | None:
         """Few rows by our Hopper kernel."""
         if self._is_fixed:
             return None
         # Asked before rows are quantized, because the whole product quantizes them itself.
-        if not self._can_use_hopper(x_TD) or not fp8_gemm.can_make_parts(
+        if not self._can_use_hopper(x_TD) or not byte_gemm.can_make_parts(
             _num_rows(x_TD), self._weight
         ):
             return None
-        return fp8_gemm.multiply_parts(self._rows(x_TD), self._weight)
+        return byte_gemm.multiply_parts(self._rows(x_TD), self._weight)
 
-    def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
+    def gated(self, x_TD: Tensor | ByteRows) -> Tensor | None:
         """Few rows of FP8 and any rows of INT8 by our Hopper kernel."""
         if self._is_fixed:
             return None
-        if not self._can_use_hopper(x_TD) or not fp8_gemm.can_gate(
+        if not self._can_use_hopper(x_TD) or not byte_gemm.can_gate(
             _num_rows(x_TD), self._weight
         ):
             return None
-        return fp8_gemm.multiply_gated(self._rows(x_TD), self._weight)
+        return byte_gemm.multiply_gated(self._rows(x_TD), self._weight)
 
-    def grouped_inputs(self, num_rows: int) -> Fp8Inputs | None:
+    def grouped_inputs(self, num_rows: int) -> ByteInputs | None:
         """Few rows by our Hopper kernel."""
         can_group = self._has_hopper and not self._inputs.has_power_scales
         can_group = can_group and self._inputs.dtype is not INT8
-        if not can_group or not fp8_gemm.takes_groups(num_rows, self._weight):
+        if not can_group or not byte_gemm.takes_groups(num_rows, self._weight):
             return None
         return self._inputs
 
-    def _can_use_hopper(self, x_TD: Tensor | Fp8Rows) -> bool:
+    def _can_use_hopper(self, x_TD: Tensor | ByteRows) -> bool:
         return self._has_hopper and x_TD.dtype in (torch.bfloat16, torch.float16)
 
-    def _rows(self, x_TD: Tensor | Fp8Rows) -> Fp8Rows:
+    def _rows(self, x_TD: Tensor | ByteRows) -> ByteRows:
         """The quantized inputs, with a scale a token."""
-        if isinstance(x_TD, Fp8Rows):
+        if isinstance(x_TD, ByteRows):
             return x_TD
-        return Fp8Rows(*quantize_tokens(x_TD, self._inputs), x_TD.dtype)
+        return ByteRows(*quantize_tokens(x_TD, self._inputs), x_TD.dtype)
 
     def normalise(
         self, x: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
-    ) -> Fp8Rows | None:
+    ) -> ByteRows | None:
         """Inputs with a scale a token, in one kernel."""
         if self._weight.blocks is not None:
             return None
-        return fp8_rows.rms_norm(x, residual_TD, weight_D, eps, self._inputs)
+        return byte_rows.rms_norm(x, residual_TD, weight_D, eps, self._inputs)
 
-    def activate(self, gate_up_TE: Tensor, name: str) -> Fp8Rows | None:
+    def activate(self, gate_up_TE: Tensor, name: str) -> ByteRows | None:
         """Inputs with a scale a token, in one kernel. A program has a whole row: separate
         kernels with several programs a row are faster for few rows."""
         if self._weight.blocks is not None or gate_up_TE.shape[0] <= _FEW_ROWS:
             return None
-        return fp8_rows.gated_activation(gate_up_TE, name, self._inputs)
+        return byte_rows.gated_activation(gate_up_TE, name, self._inputs)
 
     def quantize(self, x_TD: Tensor) -> Inputs:
         """The quantized inputs, and their scales."""
@@ -176,11 +176,11 @@ class GpuFp8Product(Fp8Product):
         return Inputs(*quantize_groups(x_TD, self._weight.blocks, self._inputs))
 
 
-def _num_rows(x_TD: Tensor | Fp8Rows) -> int:
-    return (x_TD.values if isinstance(x_TD, Fp8Rows) else x_TD).shape[0]
+def _num_rows(x_TD: Tensor | ByteRows) -> int:
+    return (x_TD.values if isinstance(x_TD, ByteRows) else x_TD).shape[0]
 
 
-def multiply_by_library(x: Inputs, weight: Fp8Weight, bias_E: Tensor | None) -> Tensor:
+def multiply_by_library(x: Inputs, weight: ByteWeight, bias_E: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` [T, E] in bf16, with a scale a row and an output."""
     return torch._scaled_mm(
         x.values,
@@ -192,7 +192,7 @@ def multiply_by_library(x: Inputs, weight: Fp8Weight, bias_E: Tensor | None) -> 
     )
 
 
-def can_use_library(weight: Fp8Weight) -> bool:
+def can_use_library(weight: ByteWeight) -> bool:
     """Whether torch multiplies by this weight."""
     if weight.blocks is not None or weight.values.device.type != "cuda":
         return False
@@ -204,7 +204,7 @@ def can_use_library(weight: Fp8Weight) -> bool:
     return torch.cuda.get_device_capability(weight.values.device) >= _HOPPER
 
 
-def make_product(weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> Fp8Product:
+def make_product(weight: ByteWeight, inputs: ByteInputs, *, is_fixed: bool) -> ByteProduct:
     """The product by a weight on a GPU.
 
     Raises:
@@ -212,7 +212,7 @@ def make_product(weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> Fp8
             kernels take.
     """
     check_served(weight.values, weight.blocks)
-    return GpuFp8Product(weight, inputs, is_fixed=is_fixed)
+    return GpuByteProduct(weight, inputs, is_fixed=is_fixed)
 
 
 def check_served(values: Tensor, blocks: BlockMap | None) -> None:

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs
+from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, D inner width, G groups of inputs.
@@ -191,7 +191,7 @@ class Choices(NamedTuple):
     first; and int32 [X]: the number of each expert's choices, padded to a power of two."""
 
 
-def quantize_choices(x: Tensor, choices: Choices, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+def quantize_choices(x: Tensor, choices: Choices, inputs: ByteInputs) -> tuple[Tensor, Tensor]:
     """FP8 values [N, D] and float32 scales [N]; a static scale is that of the expert.
 
     Row n is that of choice n's token. With an order ``x`` is [N, D], and row n of ``x`` and of
@@ -222,7 +222,7 @@ def token_warps(width: int) -> int:
     return 4 if padded <= 4096 else 8 if padded <= 8192 else 16
 
 
-def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x_TD: Tensor, inputs: ByteInputs) -> tuple[Tensor, Tensor]:
     """Values [T, D] in the dtype of ``inputs``; float32 scales [T], also if they are static.
 
     bf16, float16 or float32 with contiguous rows. Safe under CUDA graph capture.
@@ -244,7 +244,9 @@ def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
     return values_TD, scales_T
 
 
-def quantize_groups(x_TD: Tensor, blocks: BlockMap, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+def quantize_groups(
+    x_TD: Tensor, blocks: BlockMap, inputs: ByteInputs
+) -> tuple[Tensor, Tensor]:
     """FP8 values [T, D] and float32 scales [T, G]; as `quantize_tokens`, and the size of
     groups is a power of two."""
     (rows, width), num_groups = x_TD.shape, len(blocks.groups(x_TD.shape[1]))

@@ -11,9 +11,9 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Rows
+from trimaran.kernels.quantized import ByteInputs, ByteRows
+from trimaran.kernels.triton.byte_inputs import put_quantized, token_warps
 from trimaran.kernels.triton.elementwise import CODES, activate
-from trimaran.kernels.triton.fp8_inputs import put_quantized, token_warps
 from trimaran.kernels.triton.launch import Launcher, padded_size
 from trimaran.kernels.triton.norm import added, norm_warps
 
@@ -78,22 +78,22 @@ _norm = Launcher(_norm_kernel)
 _gated = Launcher(_gated_kernel)
 
 
-def _empty(rows: int, width: int, like: Tensor, inputs: Fp8Inputs) -> Fp8Rows:
-    return Fp8Rows(
+def _empty(rows: int, width: int, like: Tensor, inputs: ByteInputs) -> ByteRows:
+    return ByteRows(
         torch.empty((rows, width), dtype=inputs.dtype, device=like.device),
         torch.empty(rows, dtype=torch.float32, device=like.device),
         like.dtype,
     )
 
 
-def _flags(inputs: Fp8Inputs) -> tuple[bool, bool, bool]:
+def _flags(inputs: ByteInputs) -> tuple[bool, bool, bool]:
     return inputs.scale is not None, inputs.bound > 0, inputs.has_power_scales
 
 
 def rms_norm(
-    x: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, inputs: Fp8Inputs
-) -> Fp8Rows:
-    """`norm.rms_norm`, quantized as `fp8_inputs.quantize_tokens` would: to the same bits.
+    x: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, inputs: ByteInputs
+) -> ByteRows:
+    """`norm.rms_norm`, quantized as `byte_inputs.quantize_tokens` would: to the same bits.
 
     On an H200 1, 64, 256 and 8,192 rows of 4,096 take 1.9, 2.1, 3.1 and 84 us with a residual,
     by two kernels 2.4, 3.3, 5.4 and 94.
@@ -116,8 +116,8 @@ def rms_norm(
     return output
 
 
-def gated_activation(gate_up_TE: Tensor, name: str, inputs: Fp8Inputs) -> Fp8Rows:
-    """`elementwise.gated_activation`, quantized as `fp8_inputs.quantize_tokens` would."""
+def gated_activation(gate_up_TE: Tensor, name: str, inputs: ByteInputs) -> ByteRows:
+    """`elementwise.gated_activation`, quantized as `byte_inputs.quantize_tokens` would."""
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     output = _empty(rows, width, gate_up_TE, inputs)
     static = output.scales if inputs.scale is None else inputs.scale

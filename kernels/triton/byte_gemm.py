@@ -15,7 +15,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.quantized import Fp8Weight
+from trimaran.kernels.quantized import ByteWeight
 from trimaran.kernels.triton.launch import Launcher, num_tiles
 from trimaran.kernels.triton.skinny import prefetch
 
@@ -278,7 +278,7 @@ class Inputs(NamedTuple):
 
 
 def multiply_tiles(
-    x: Inputs, weight: Fp8Weight, bias_E: Tensor | None, dtype: torch.dtype, tile: Tile
+    x: Inputs, weight: ByteWeight, bias_E: Tensor | None, dtype: torch.dtype, tile: Tile
 ) -> Tensor:
     """``x @ weight.T + bias`` [T, E], rounded once to ``dtype``.
 
@@ -299,7 +299,7 @@ def multiply_tiles(
 
 
 def multiply_stream(
-    x: Inputs, weight: Fp8Weight, bias_E: Tensor | None, dtype: torch.dtype, tile: Tile
+    x: Inputs, weight: ByteWeight, bias_E: Tensor | None, dtype: torch.dtype, tile: Tile
 ) -> Tensor:
     """Like `multiply_tiles`, for at most ``tile.rows`` rows; products of one device must not
     run at the same time."""
@@ -322,7 +322,7 @@ def multiply_stream(
     return output_TE
 
 
-def _operands(x: Inputs, weight: Fp8Weight, bias_E: Tensor | None) -> tuple[Tensor, ...]:
+def _operands(x: Inputs, weight: ByteWeight, bias_E: Tensor | None) -> tuple[Tensor, ...]:
     scales = weight.scales
     rows = scales if weight.blocks is None else weight.blocks.rows
     # An unread tensor replaces an absent tensor.
@@ -330,12 +330,12 @@ def _operands(x: Inputs, weight: Fp8Weight, bias_E: Tensor | None) -> tuple[Tens
     return x.values, weight.values, x.scales, scales, rows, bias
 
 
-def _constants(weight: Fp8Weight, bias_E: Tensor | None) -> tuple[int, int, int, bool, bool]:
+def _constants(weight: ByteWeight, bias_E: Tensor | None) -> tuple[int, int, int, bool, bool]:
     blocks, inner = weight.blocks, weight.values.shape[1]
     if blocks is None:
         return inner, 0, 1, False, bias_E is not None
     return inner, blocks.first, weight.scales.shape[1], True, bias_E is not None
 
 
-def _step(weight: Fp8Weight, tile: Tile) -> int:
+def _step(weight: ByteWeight, tile: Tile) -> int:
     return tile.step if weight.blocks is None else weight.blocks.size

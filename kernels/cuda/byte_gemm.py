@@ -16,7 +16,7 @@ from trimaran.kernels.cuda import int8_cuts
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import HopperGemm
 from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm, compile_choice
-from trimaran.kernels.quantized import GROUP, INT8, Fp8Rows, Fp8Weight
+from trimaran.kernels.quantized import GROUP, INT8, ByteRows, ByteWeight
 from trimaran.kernels.tables.product_table import Bytes, GemmShape, Kind, SkinnyShape
 
 # Shapes: T tokens, D inner width, E gate and up.
@@ -72,7 +72,7 @@ _MIN_INPUTS = 512
 """Inputs of a part that outweigh the start of a block."""
 
 
-def can_multiply(weight: Fp8Weight) -> bool:
+def can_multiply(weight: ByteWeight) -> bool:
     """Whether the kernel takes this weight, and can be compiled here."""
     values = weight.values
     if weight.blocks is not None or values.device.type != "cuda":
@@ -230,7 +230,7 @@ class _Product(NamedTuple):
     is_fixed: bool
 
     @classmethod
-    def of(cls, weight: Fp8Weight, kind: Kind, *, is_fixed: bool = False) -> _Product:
+    def of(cls, weight: ByteWeight, kind: Kind, *, is_fixed: bool = False) -> _Product:
         """The product by a weight. If ``is_fixed`` all cuts make the same bits, which only
         those of INT8 can."""
         numbers: Bytes = "INT8" if weight.values.dtype is INT8 else "FP8"
@@ -252,12 +252,12 @@ def _cut_of(num_rows: int, product: _Product) -> Cut | None:
     return whole_cut(num_rows, outputs, inner, processors, is_split=not is_fixed)
 
 
-def can_gate(num_rows: int, weight: Fp8Weight) -> bool:
+def can_gate(num_rows: int, weight: ByteWeight) -> bool:
     """Whether `multiply_gated` takes so many rows; see `gated_cut`."""
     return _cut_of(num_rows, _Product.of(weight, "gated")) is not None
 
 
-def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
+def multiply_gated(x: ByteRows, weight: ByteWeight) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2] of rows that it `can_gate`, by a weight that
     `can_multiply` allows. Safe under CUDA graph capture, as all of this file.
 
@@ -268,7 +268,7 @@ def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     return _multiply(x, weight, _Product.of(weight, "gated"))
 
 
-def takes_groups(num_rows: int, weight: Fp8Weight) -> bool:
+def takes_groups(num_rows: int, weight: ByteWeight) -> bool:
     """Whether `multiply_parts` takes so many rows with a scale for each group of inputs, or
     `multiply` where there are no parts."""
     if weight.values.shape[1] % GROUP:
@@ -276,29 +276,29 @@ def takes_groups(num_rows: int, weight: Fp8Weight) -> bool:
     return can_make_parts(num_rows, weight) or can_multiply_whole(num_rows, weight)
 
 
-def can_make_parts(num_rows: int, weight: Fp8Weight) -> bool:
+def can_make_parts(num_rows: int, weight: ByteWeight) -> bool:
     """Whether `multiply_parts` takes so many rows; see `parts_cut`."""
     return _cut_of(num_rows, _Product.of(weight, "parts")) is not None
 
 
-def multiply_parts(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
+def multiply_parts(x: ByteRows, weight: ByteWeight) -> Tensor:
     """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, if it `can_make_parts`; of rows
     with groups if it `takes_groups`."""
     return _multiply(x, weight, _Product.of(weight, "parts"))
 
 
-def can_multiply_whole(num_rows: int, weight: Fp8Weight) -> bool:
+def can_multiply_whole(num_rows: int, weight: ByteWeight) -> bool:
     """Whether `multiply` takes so many rows; see `whole_cut`."""
     return _cut_of(num_rows, _Product.of(weight, "plain")) is not None
 
 
-def multiply(x: Fp8Rows, weight: Fp8Weight, *, is_fixed: bool = False) -> Tensor:
+def multiply(x: ByteRows, weight: ByteWeight, *, is_fixed: bool = False) -> Tensor:
     """``x @ weight.T`` [T, E], if it `can_multiply_whole`. With ``is_fixed``, for INT8 alone, a
     row's result depends neither on the other rows nor on their number."""
     return _multiply(x, weight, _Product.of(weight, "plain", is_fixed=is_fixed))
 
 
-def _multiply(x: Fp8Rows, weight: Fp8Weight, product: _Product) -> Tensor:
+def _multiply(x: ByteRows, weight: ByteWeight, product: _Product) -> Tensor:
     cut = _cut_of(x.values.shape[0], product)
     assert cut is not None, "another kernel multiplies so many rows"
     _compile(product, x.dtype, x.has_groups)
@@ -334,7 +334,7 @@ def _kernel(
     return HopperGemm(cut, dtype, device, kind, numbers=numbers, has_groups=has_groups)
 
 
-def _processors(weight: Fp8Weight) -> int:
+def _processors(weight: ByteWeight) -> int:
     return _num_processors(weight.values.device)
 
 
