@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from trimaran.server.access.policy import AccessPolicy, Refusal
-from trimaran.server.grpc.stream import Context
+from trimaran.server.grpc.status import CallStatus, Context
 
 _SERVICE = "/inference.GRPCInferenceService/"
 CATEGORIES = {
@@ -57,16 +57,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused
         if refused is None:
             return await continuation(handler_call_details)
         # As a stream, also for a unary call: its message is not waited for.
-        return grpc.stream_stream_rpc_method_handler(_abort(refused))
+        return grpc.stream_stream_rpc_method_handler(_refuse(refused))
 
 
 def _text(value: str | bytes | None) -> str | None:
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
 
 
-def _abort(refused: Refusal) -> Callable[[Any, Context], Awaitable[None]]:
+def _refuse(refused: Refusal) -> Callable[[Any, Context], Awaitable[None]]:
     async def call(requests: Any, context: Context) -> None:
-        code = getattr(grpc.StatusCode, refused.grpc_status)
-        await context.abort(code, refused.text)
+        CallStatus(getattr(grpc.StatusCode, refused.grpc_status), refused.text).set(context)
 
     return call

@@ -19,7 +19,7 @@ from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.grpc.access import AccessInterceptor
 from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.grpc.service import InferenceServicer
-from trimaran.server.grpc.stream import Context
+from trimaran.server.grpc.status import CallStatus, Context
 from trimaran.server.grpc.stream_answers import to_wire
 from trimaran.server.service import Service
 
@@ -34,20 +34,12 @@ _LONG_METHODS: dict[str, Callable[[bytes], Any]] = {
 """Methods whose messages a client sizes, with the part of decoding that takes a moment."""
 
 
-class _Refused:
-    """Stands for a message that could not be decoded or is too long."""
-
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        self.code = code
-        self.text = text
-
-
 class _RefusedError(Exception):
     """A stream cannot go on behind a refused message."""
 
-    def __init__(self, refused: _Refused) -> None:
-        super().__init__(refused.text)
-        self.refused = refused
+    def __init__(self, status: CallStatus) -> None:
+        super().__init__(status.text)
+        self.status = status
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
@@ -91,15 +83,16 @@ def _unary(
 
     async def call(requests: AsyncIterator[Any], context: Context) -> Any:
         request = await _read(context, timeout_s)
-        if isinstance(request, _Refused):
-            await context.abort(request.code, request.text)
+        if isinstance(request, CallStatus):
+            return request.set(context)
         return await handler.unary_unary(request, context)
 
     return grpc.stream_unary_rpc_method_handler(call, decode, handler.response_serializer)
 
 
 async def _read(context: Context, timeout_s: float) -> Any:
-    """The message of a call; the call is ended if the message does not come in time."""
+    """The message of a call, or the `CallStatus` of a call whose message does not come in time
+    or is refused."""
     task = asyncio.current_task()
     assert task is not None
     has_expired = False
@@ -116,7 +109,7 @@ async def _read(context: Context, timeout_s: float) -> Any:
     except asyncio.CancelledError:
         if not has_expired:
             raise
-        await context.abort(
+        return CallStatus(
             grpc.StatusCode.DEADLINE_EXCEEDED,
             f"the message did not arrive within {timeout_s:g} s (--grpc-message-timeout)",
         )
@@ -124,14 +117,14 @@ async def _read(context: Context, timeout_s: float) -> Any:
         if timer is not None:
             timer.cancel()
     if request is grpc.aio.EOF:
-        await context.abort(grpc.StatusCode.INTERNAL, "the call has no message")
+        return CallStatus(grpc.StatusCode.INTERNAL, "the call has no message")
     return request
 
 
 def _stream(handler: Any, decode: Callable[[bytes], Any]) -> grpc.RpcMethodHandler:
     async def decoded(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for request in requests:
-            if isinstance(request, _Refused):
+            if isinstance(request, CallStatus):
                 raise _RefusedError(request)
             yield request
 
@@ -139,19 +132,20 @@ def _stream(handler: Any, decode: Callable[[bytes], Any]) -> grpc.RpcMethodHandl
         try:
             return await handler.stream_stream(decoded(requests), context)
         except _RefusedError as error:
-            await context.abort(error.refused.code, error.refused.text)
+            error.status.set(context)
+            return None
 
     return grpc.stream_stream_rpc_method_handler(call, decode, to_wire)
 
 
 def _decoder_of(method: str, handler: Any) -> Callable[[bytes], Any]:
-    """What turns the messages of a method into objects, or into `_Refused`."""
+    """What turns messages of a method into objects, or into the status of a refusal."""
     long = _LONG_METHODS.get(method.rpartition("/")[2])
     parse = long or handler.request_deserializer or bytes
 
     def decode(raw: bytes) -> Any:
         if long is None and len(raw) > SMALL_MESSAGE_BYTES:
-            return _Refused(
+            return CallStatus(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"the message has {len(raw)} bytes, and this method takes at most "
                 f"{SMALL_MESSAGE_BYTES}. Send only the names and settings that it knows.",
@@ -160,7 +154,7 @@ def _decoder_of(method: str, handler: Any) -> Callable[[bytes], Any]:
             return parse(raw)
         except DecodeError as error:
             text = f"the message cannot be decoded: {error}"
-            return _Refused(grpc.StatusCode.INTERNAL, text)
+            return CallStatus(grpc.StatusCode.INTERNAL, text)
 
     return decode
 

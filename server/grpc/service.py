@@ -6,8 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import wraps
-from typing import Any, NoReturn
-from urllib.parse import quote
+from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
@@ -18,7 +17,8 @@ from trimaran.server.decoding.body import SHORT_BYTES
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.decoding.tasks import LoadMessageTask
 from trimaran.server.grpc.messages import InferMessage, fill_response, utf8
-from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
+from trimaran.server.grpc.status import CallStatus, Context
+from trimaran.server.grpc.stream import GRPC_STOPPING, StreamSession
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding
 from trimaran.server.inference.metadata import metadata_message, server_metadata
@@ -33,34 +33,9 @@ from trimaran.server.shared_memory.region_specs import RegionSpec
 
 logger = logging.getLogger(__name__)
 
-_MAX_STATUS_BYTES = 6 << 10
-"""Clients may refuse headers from 8 KiB on, and then report the refusal instead of the status.
-"""
-
-_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
-
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 _Method = Callable[[Any, Any, Context], Awaitable[Any]]
-
-
-async def abort(context: Context, error: RequestError) -> NoReturn:
-    """End a call with an error's status."""
-    code = getattr(grpc.StatusCode, error.kind.grpc_name)
-    await context.abort(code, _status_text(str(error)))
-    raise AssertionError("abort returns by raising")
-
-
-def _status_text(text: str) -> str:
-    """A text of at most a status's length: a longer one is cut in the middle."""
-    raw = utf8(text).encode()
-    # A status is sent as a header, in which a non-printable byte takes three bytes.
-    limit = _MAX_STATUS_BYTES
-    if len(raw) <= limit and len(quote(raw, safe=_PRINTABLE)) <= limit:
-        return raw.decode()
-    kept = limit // 6
-    parts = raw[:kept], raw[-kept:]
-    return " [...] ".join(part.decode(errors="ignore") for part in parts)
 
 
 def _rpc(method: _Method) -> _Method:
@@ -71,12 +46,13 @@ def _rpc(method: _Method) -> _Method:
         try:
             return await method(self, request, context)
         except RequestError as error:
-            await abort(context, error)
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            CallStatus.of_error(error).set(context)
+        except grpc.aio.UsageError:
             raise
         except Exception:
             logger.exception("gRPC %s failed", method.__name__)
-            await abort(context, RequestError(INTERNAL, ErrorKind.INTERNAL))
+            CallStatus(grpc.StatusCode.INTERNAL, INTERNAL).set(context)
+        return None
 
     return call
 
@@ -164,9 +140,9 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         self, request_iterator: AsyncIterator[InferMessage], context: Context
     ) -> None:
         session = StreamSession(self._service, self._decoder, self._forwarding, context)
-        error = await session.run(request_iterator)
-        if error is not None:
-            await abort(context, error)
+        status = await session.run(request_iterator)
+        if status is not None:
+            status.set(context)
 
     @_rpc
     async def RepositoryIndex(

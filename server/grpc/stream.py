@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from trimaran.comm.errors import ErrorKind, RefusedError, RequestError
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.grpc.messages import FINAL, InferMessage, fill_response, utf8
+from trimaran.server.grpc.status import CallStatus, Context
 from trimaran.server.grpc.stream_answers import StreamEncoder
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding
@@ -30,8 +31,6 @@ MAX_REQUESTS = 1 << 14
 
 _LONG_S = 24 * 3600.0
 _END_ON_ERROR = ("triton_grpc_error", "true")
-
-Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class _ClientGoneError(Exception):
@@ -61,8 +60,8 @@ class StreamSession:
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_ordered: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._failure: asyncio.Future[RequestError] = self._loop.create_future()
-        self._stall: asyncio.Future[RequestError] = self._loop.create_future()
+        self._failure: asyncio.Future[CallStatus] = self._loop.create_future()
+        self._stall: asyncio.Future[CallStatus] = self._loop.create_future()
         """Ends the call although a message is on its way, which the client does not take."""
         self._writing_since: float | None = None
         self._send_timeout_s = service.config.grpc_send_timeout_s
@@ -70,10 +69,10 @@ class StreamSession:
         self._metadata = context.invocation_metadata() or ()
         self._ends_on_error = any(tuple(pair) == _END_ON_ERROR for pair in self._metadata)
 
-    async def run(self, requests: AsyncIterator[InferMessage]) -> RequestError | None:
+    async def run(self, requests: AsyncIterator[InferMessage]) -> CallStatus | None:
         """Serve until the client sends no more and everything is answered.
 
-        Returns the error that ends the call, for clients that asked for this behaviour.
+        Returns the status of an error, for clients whose calls errors end.
         """
         reader = asyncio.ensure_future(self._read(requests))
         self._watch_writing()
@@ -229,7 +228,7 @@ class StreamSession:
     ) -> None:
         if self._ends_on_error:
             if not self._failure.done():
-                self._failure.set_result(error)
+                self._failure.set_result(CallStatus.of_error(error))
             return
         await _over(before)
         failure = pb.ModelStreamInferResponse(error_message=utf8(str(error)))
@@ -259,7 +258,7 @@ class StreamSession:
                 "requests of its stream are cancelled",
                 ErrorKind.CANCELLED,
             )
-            self._stall.set_result(error)
+            self._stall.set_result(CallStatus.of_error(error))
             return
         due = (now if since is None else since) + (timeout_s or _LONG_S)
         self._watch = self._loop.call_at(due, self._watch_writing)

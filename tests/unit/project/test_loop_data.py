@@ -72,7 +72,7 @@ HEAD = Limit("http.connections.MAX_HEAD_BYTES", 256 * KIB)
 NAME = Limit("protocol.limits.MAX_NAME_BYTES", 4 * KIB)
 ITEMS = Limit("inference.cooperative.CHUNK_ITEMS", 1024)
 BYTES = Limit("inference.cooperative.CHUNK_BYTES", MIB)
-STATUS = Limit("grpc.service._MAX_STATUS_BYTES", 6 * KIB)
+STATUS = Limit("grpc.status._MAX_STATUS_BYTES", 6 * KIB)
 KEY = Limit("access.api_keys._MAX_SHOWN", 4 * KIB)
 CONFIG = Limit("protocol.load_request._MAX_CONFIG_BYTES", MIB)
 ANSWER = Limit("http.messages.LONG_ANSWER_BYTES", 128 * KIB)
@@ -134,7 +134,7 @@ PLACES: dict[str, Places] = {
         "join": Limit("grpc.stream_answers._MAX_BYTES", 16 * KIB),
         "SerializeToString": "a whole answer: one copy",
     },
-    "grpc/service.py": {"encode": SHORT, "decode": STATUS, "join": STATUS},
+    "grpc/status.py": {"encode": SHORT, "decode": STATUS, "join": STATUS},
     # ---- HTTP
     "http/connections.py": {"join": HEAD, "encode": HEAD},
     "http/generate.py": {"encode": ITEMS, "join": ANSWER},
