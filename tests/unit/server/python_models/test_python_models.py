@@ -198,7 +198,8 @@ async def test_a_stop_request_reaches_model_calls(serve_own):
         async with aclosing(served.stream("pipeline", text="hello", length=100)) as responses:
             await after_one_step(engine, responses)
             stop = {"input_ids": [1], "input_lengths": 0, "request_output_len": 0, "stop": True}
-            assert await served.infer("tensorrt_llm", id="inner", **stop) == []
+            (answer,) = await served.infer("tensorrt_llm", id="inner", **stop)
+            assert (answer.outputs, answer.is_final) == ([], True)
             assert len([response async for response in responses]) < 99
 
 
