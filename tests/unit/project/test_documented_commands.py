@@ -32,7 +32,8 @@ MANIFESTS = [
 ]
 # Flags of other programs that the pages name.
 FOREIGN = {
-    "--collect-metrics", "--string-length",  # perf_analyzer
+    "--bls-composing-models", "--collect-metrics", "--output-shared-memory-size",
+    "--request-rate-range", "--shared-memory", "--string-length",  # perf_analyzer
     "--endpoint", "--endpoint-type", "--extra-inputs", "--isl", "--osl", "--request-count",
     "--server-metrics", "--tokenizer", "--url", "--concurrency",  # aiperf
     "--backend", "--output-tokens-mean", "--synthetic-input-tokens-mean",
