@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -29,8 +30,9 @@ ONE_SHOT_BYTES = 64 << 10
 """Bytes up to which every rank adds up everything; beyond, each rank adds a part and they
 exchange parts."""
 
-# Checks before sleeping: about 0.3 ms on a free core, far over the usual wait of a few us.
-_SPINS = 1000
+# Checks before sleeping take far more than the usual wait of a few us. Their number is not
+# limited: on a busy core a yield may take milliseconds, and a lost rank would be noticed late.
+_SPIN_S = 0.0003
 _LONGEST_SLEEP_S = 0.001
 _MAX_CACHED_VIEWS = 1024
 
@@ -189,12 +191,12 @@ class SharedMemoryGroup(TensorParallelGroup):
         for rank in range(self.size):
             if flags[rank] >= count:
                 continue
-            for _ in range(_SPINS):
-                if flags[rank] >= count:
+            spins_until = time.monotonic() + _SPIN_S
+            while flags[rank] < count:
+                if time.monotonic() >= spins_until:
+                    self._sleep_until(rank, count, phase)
                     break
                 os.sched_yield()
-            else:
-                self._sleep_until(rank, count, phase)
         fence()
 
     def _sleep_until(self, rank: int, count: int, phase: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -167,6 +168,26 @@ def test_a_missing_rank_is_named_after_the_deadline(world: World):
         return
     with pytest.raises(PeerLostError, match=rf"rank\(s\) \[{missing}\] did not"):
         group.all_reduce(torch.ones(8))
+    world.barrier(60.0, "the others gave up")
+
+
+def test_a_busy_core_does_not_put_off_the_deadline(world: World, monkeypatch):
+    """Where other processes run, one yield takes as long as they like."""
+    group = connect_group(world.subgroup(tuple(range(world.size))), CPU, timeout_s=0.5)
+    world.barrier(60.0, "all connected")
+    if world.rank == 0:
+        world.barrier(60.0, "the others gave up")
+        return
+    durations_s = []
+
+    def slow_yield():
+        durations_s.append(0.02)
+        time.sleep(durations_s[-1])
+
+    with monkeypatch.context() as patch, pytest.raises(PeerLostError):
+        patch.setattr(os, "sched_yield", slow_yield)
+        group.all_reduce(torch.ones(8))
+    assert sum(durations_s) < group.timeout_s
     world.barrier(60.0, "the others gave up")
 
 
