@@ -36,7 +36,7 @@ def start(*flags):
 
 def run(*flags):
     with start(*flags) as script:
-        out, err = script.communicate(timeout=100)
+        out, err = script.communicate(timeout=250)
     return script.returncode, out, err
 
 
