@@ -34,7 +34,7 @@ class CallStatus(NamedTuple):
     @classmethod
     def of_error(cls, error: RequestError) -> CallStatus:
         """The status of an error, its text cut to what clients take."""
-        return cls(getattr(grpc.StatusCode, error.kind.grpc_name), status_text(str(error)))
+        return cls(getattr(grpc.StatusCode, error.kind.grpc_name), _status_text(str(error)))
 
     def set(self, context: Context) -> None:
         """End the call with this status as soon as its method returns."""
@@ -42,7 +42,7 @@ class CallStatus(NamedTuple):
         context.set_details(self.text)
 
 
-def status_text(text: str) -> str:
+def _status_text(text: str) -> str:
     """A text of at most a status's length: a longer one is cut in the middle."""
     raw = utf8(text).encode()
     # A status is sent as a header, in which a non-printable byte takes three bytes.
