@@ -137,7 +137,9 @@ class CpuOps:
     ) -> IntegerProduct:
         return CpuIntegerProduct(self._integers, weight, has_byte_inputs=has_byte_inputs)
 
-    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
+    def integer_expert_storage(
+        self, weights: Sequence[IntegerWeight], *, is_gated: bool
+    ) -> IntegerExperts:
         return integer_experts.expert_storage(weights)
 
     def integer_expert_mlp(

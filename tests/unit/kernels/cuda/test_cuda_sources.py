@@ -16,6 +16,7 @@ SKINNY = (
     "-DSKINNY_GROUPS=0"
 )
 UNITS = "-DINT_GROUPS=2 -DINT_ZEROS=1 -DINT_SCALES=0"
+FP4_UNITS = "-DINT_BITS=4 -DINT_GROUPS=4 -DINT_ZEROS=0 -DINT_SCALES=3 -DINT_FP4=1"
 VARIANTS = {
     "gemm": [
         f"{GEMM} -DGEMM_CHUNKS={chunks} {kind} {numbers}"
@@ -35,7 +36,13 @@ VARIANTS = {
     "grouped_gemm": [
         f"{GROUPED} -DGEMM_CHUNKS={chunks} {numbers}"
         for chunks in CHUNKS
-        for numbers in ("", "-DGEMM_GATED", "-DGEMM_FLOAT16")
+        for numbers in (
+            "",
+            "-DGEMM_GATED",
+            "-DGEMM_FLOAT16",
+            "-DGEMM_FP8",
+            "-DGEMM_FP8 -DGEMM_GROUPS",
+        )
     ],
     "attention_decode": [
         f"-DDECODE_STORED={stored} -DDECODE_COLUMNS={columns} -DDECODE_TREES={has_trees}"
@@ -62,6 +69,15 @@ VARIANTS = {
         f"{kind}"
         for bits in (4, 8)
         for rows, kind in ((128, "-DINT_MI=2 -DGEMM_GATED"), (208, "-DINT_MI=1"))
+    ],
+    "integer_experts": [
+        f"{units} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2 -DGROUPED_EXPERTS=8"
+        for units in (f"{UNITS} -DINT_BITS=8 -DGEMM_GATED", FP4_UNITS)
+        for rows in (64, 128)
+    ],
+    "integer_few_experts": [
+        f"{units} -DINT_TILES=3 -DINT_MI=2 -DGROUPED_EXPERTS=8"
+        for units in (f"{UNITS} -DINT_BITS=4", f"{FP4_UNITS} -DGEMM_GATED")
     ],
     "integer_floats": [f"{UNITS} -DINT_BITS={bits}" for bits in (4, 8)],
 }
