@@ -46,6 +46,10 @@ _MEDIUM_ROWS, _MANY_ROWS = 6, 48
 _FEW_TILES = 3000
 """Tiles of 64 outputs of all experts with rows from which blocks have more warps."""
 
+_SHORT_TILES, _LONG_STEPS = 528, 64
+"""Up to four tiles a block with so many units each: a share of tiles of two experts takes twice
+as long as one of one expert, so blocks take whole tiles instead."""
+
 _WARP_OUTPUTS = 16
 
 
@@ -198,12 +202,14 @@ def _format_of(experts: IntegerExperts, dtype: torch.dtype) -> UnitFormat:
 
 
 @functools.cache
-def choose_cut(rows: int, num_experts: int, unit_tiles: int) -> Cut:
+def choose_cut(rows: int, num_experts: int, unit_tiles: int, inner_steps: int) -> Cut:
     """The cut of a product of ``rows`` rows of all experts, as measured on an H200."""
     if rows >= _MEDIUM_ROWS * num_experts:
         return _MANY if rows >= _MANY_ROWS * num_experts else _MEDIUM
-    chosen = num_experts * (1 - (1 - 1 / num_experts) ** rows)
-    return _FEW if chosen * unit_tiles >= _FEW_TILES else _FEWEST
+    tiles = num_experts * (1 - (1 - 1 / num_experts) ** rows) * unit_tiles
+    if tiles <= _SHORT_TILES and inner_steps >= _LONG_STEPS:
+        return _MANY
+    return _FEW if tiles >= _FEW_TILES else _FEWEST
 
 
 def multiply(
@@ -229,7 +235,7 @@ def multiply(
     num_experts, unit_tiles, inner_steps, unit_bytes = experts.values.shape
     rows = x_ND.shape[0]
     columns = packing.outputs // 2 if is_gated else packing.outputs
-    cut = cut or choose_cut(rows, num_experts, unit_tiles)
+    cut = cut or choose_cut(rows, num_experts, unit_tiles, inner_steps)
     out_NF = x_ND.new_empty((rows, columns))
     bias, alpha, limit = 0, 0.0, 0.0
     if form is not None:
