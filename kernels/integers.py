@@ -167,4 +167,8 @@ class IntegerExperts(NamedTuple):
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> IntegerExperts:
         """The same experts in other tensors, by the names of `tensors`."""
-        return self._replace(**{name: tensors.get(name) for name in _TENSORS})
+        get = tensors.get
+        return self._replace(
+            values=tensors["values"], scales=get("scales"), zeros=get("zeros"),
+            groups=get("groups"), order=get("order"),
+        )  # fmt: skip
