@@ -207,7 +207,9 @@ def main() -> int:
     print(f"load average before {before:.2f}, after {facts['load_average']:.2f}")
     for line in lines:
         if args.output:
-            results.append(args.output, {**line, **facts, "load_average_before": before})
+            results.append(
+                args.output, {**line, **facts, "load_average_before": round(before, 2)}
+            )
     return 0
 
 
