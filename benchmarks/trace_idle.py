@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
-_FIRST = "_prepare_kernel"
-"""The kernel with which a step begins: it makes the step's inputs."""
+_FIRST = ("_prepare_kernel", "decode_inputs")
+"""The kernels with which steps begin: they make a step's inputs."""
 
 
 class Work(NamedTuple):

@@ -62,6 +62,23 @@ def _word_of(words, num_entries, grown, entry, is_real):  # type: ignore[no-unty
     return word, 64 - tl.sum(bits, 0).to(tl.int32), node
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _num_computed(numbers, rejected, entry, is_real):  # type: ignore[no-untyped-def]
+    """Computed tokens of an entry; ``rejected`` points to the number of its row."""
+    computed = tl.load(numbers + entry, mask=is_real, other=0)
+    # Inverted, the number counts drafts of which the preceding step may have rejected some.
+    fewer = tl.load(rejected, mask=computed < 0, other=0)
+    return tl.where(computed < 0, -1 - computed - fewer, computed)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sampled_index(indices, entry, is_real):  # type: ignore[no-untyped-def]
+    """An entry's index among the sampled ones, or -1. Padding entries are sampled too, for
+    steps that draw for all entries."""
+    sampled = tl.load(indices + entry, mask=is_real, other=0)
+    return tl.where(is_real, sampled, entry)
+
+
 @triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded", "words_at", "dump"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
@@ -77,11 +94,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     entry, tile = tl.program_id(0), tl.program_id(1)
     is_real = entry < num_entries
     row = tl.load(packed + entry, mask=is_real, other=spare_row)
-    computed = tl.load(packed + num_entries + entry, mask=is_real, other=0)
-    # Inverted, the number counts drafts of which the preceding step may have rejected some.
-    fewer = tl.load(rejected + row, mask=computed < 0, other=0)
-    computed = tl.where(computed < 0, -1 - computed - fewer, computed)
-    sampled = tl.load(packed + 2 * num_entries + entry, mask=is_real, other=-1)
+    computed = _num_computed(packed + num_entries, rejected + row, entry, is_real)
+    sampled = _sampled_index(packed + 2 * num_entries, entry, is_real)
     starts = packed + 3 * num_entries + entry
     # Padding entries stand behind the real ones, with one token each as long as tokens remain.
     padding = num_tokens + entry - num_entries
@@ -107,7 +121,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(wide + tokens, told.to(tl.int64), mask=is_token)
     slots = block * BLOCK + positions % BLOCK
     tl.store(wide + wide_stride + tokens, slots, mask=is_token)
-    tl.store(narrow + 6 * narrow_stride, num_tokens, mask=(entry == 0) & (tile == 0))
+    if (entry == 0) & (tile == 0):
+        tl.store(narrow + 6 * narrow_stride, num_tokens)
+        turn = tl.load(packed + 4 * num_entries + 1, mask=num_entries > 0, other=0)
+        tl.store(narrow + 6 * narrow_stride + 1, turn)
     if tile == 0:
         length = computed + end - first
         tl.store(narrow + narrow_stride + entry, row)
@@ -115,14 +132,14 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(narrow + 3 * narrow_stride + entry, first)
         tl.store(narrow + 3 * narrow_stride + entry + 1, end)
         if sampled >= 0:
-            tl.store(narrow + 4 * narrow_stride + sampled, row)
+            tl.store(narrow + 4 * narrow_stride + sampled, tl.where(is_real, row, -1))
             tl.store(narrow + 5 * narrow_stride + sampled, length - hidden)
             tl.store(wide + 2 * wide_stride + sampled, (end - 1).to(tl.int64))
             place = row.to(tl.int64) * row_len + length
             if HAS_TREES:
                 # The ids of drafts' rows are read once accepted paths are known.
                 place = tl.where(node >= 0, dump, place)
-            tl.store(wide + 3 * wide_stride + sampled, place)
+            tl.store(wide + 3 * wide_stride + sampled, tl.where(is_real, place, dump))
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -157,8 +174,8 @@ class StepTensors:
 
     narrow: Tensor
     """int32 [7, size]: token ids, rows, sequence lengths, query starts, rows and lengths of
-    the sampled entries; the first element of the last row is the number of tokens without
-    padding.
+    the sampled entries; the first elements of the last row are the number of tokens without
+    padding, and the step's turn.
     """
 
     block_size: int
@@ -228,10 +245,12 @@ def prepare(
     """Fill ``target`` for one step of ``num_entries`` entries.
 
     ``packed`` is int32: rows [S], computed tokens [S], index among the sampled entries or -1
-    [S], query starts [S + 1]. A negative number -1 - n of computed tokens stands for n tokens
-    without those that the row's entry of ``target.rejected`` counts. Entries from
-    ``num_entries`` to ``num_padded`` are padding: one token each, at position 0 of the last
-    row, which no sequence has, until there are ``num_padded`` tokens; later entries have none.
+    [S], query starts [S + 1], the step's turn. A negative number -1 - n of computed tokens
+    stands for n tokens without those that the row's entry of ``target.rejected`` counts.
+    Entries from ``num_entries`` to ``num_padded`` are padding: one token each, at position 0 of
+    the last row, which no sequence has, until there are ``num_padded`` tokens; later entries
+    have none. If all entries are sampled, padding entries follow them among the sampled ones,
+    with row -1 and a place in the token table that no step reads.
 
     If ``target.has_trees``, the words of `AttentionMetadata.tree_masks` follow in two halves,
     the lower one first [S, 2], and the number of each draft's node, from 1 on, or 0 for other
@@ -244,7 +263,7 @@ def prepare(
         num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
         target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
         target.rejected, target.wide if tree_words is None else tree_words,
-        0 if tree_words is None else tree_words.shape[1], 4 * num_entries + 1,
+        0 if tree_words is None else tree_words.shape[1], 4 * num_entries + 2,
         table_RL.stride(0) - 1,
     )  # fmt: skip
     tile = _TILE if max_query_len > 1 else 16

@@ -94,6 +94,7 @@ class DeviceInputs:
     ) -> None:
         """``switch_at``: see `InputBatch`."""
         # Imported late, because a CPU needs no Triton.
+        from trimaran.kernels.cuda import decode_inputs
         from trimaran.kernels.triton import inputs as triton_inputs
 
         self._kernels = triton_inputs
@@ -115,6 +116,12 @@ class DeviceInputs:
         if switch_at:
             shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
             self.target.shifts = shifts
+        self._most_rows = decode_inputs.MAX_ROWS
+        self._most_blocks = decode_inputs.MAX_BLOCKS
+        self._decodes = decode_inputs.decode_inputs(
+            self.token_table, self.block_tables, self.target
+        )
+        """Makes the inputs of most decode steps without a copy; None for none."""
         copies = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._views: dict[tuple[int, int, int], StepInputs] = {}
         """By sizes of a step, since views take the host as long as a launch."""
@@ -125,6 +132,22 @@ class DeviceInputs:
     def num_tokens(self) -> Tensor:
         """int32 [1]: the step's number of tokens without padding."""
         return self.target.narrow[6, :1]
+
+    @property
+    def turn(self) -> int:
+        """The last launched step's place among ``num_turns``, by which steps in flight
+        differ."""
+        return self._step % len(self._ring)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of steps: more than steps in flight."""
+        return len(self._ring)
+
+    @property
+    def turn_on_device(self) -> Tensor:
+        """int32 [1]: the turn of the step that runs."""
+        return self.target.narrow[6, 1:2]
 
     def use_trees(self, num_grown: int) -> None:
         """From now on steps have masks of trees; networks grow trees of ``num_grown`` nodes, or
@@ -166,18 +189,57 @@ class DeviceInputs:
 
         The step is padded to ``num_padded`` tokens and as many entries, if that is more.
         """
+        num_tokens, max_query_len = self.launch(decision, num_padded)
         num_entries, num_sampled = len(decision.rows), len(decision.sampled)
-        num_updates, segments = len(decision.new_blocks), self._segments(decision)
-        at_words = 4 * num_entries + 1
+        longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
+        inputs = self.views(
+            max(num_entries, num_padded), max(num_tokens, num_padded), num_sampled
+        )
+        inputs.max_query_len, inputs.max_seq_len = max_query_len, longest
+        if decision.num_decodes < num_entries:
+            computed = decision.num_computed_tokens[decision.num_decodes :]
+            inputs.has_past = bool(computed.any())
+        if num_sampled == num_tokens:
+            # Without indices: the tokens come first, in order, then padding.
+            inputs.logits_indices = None
+        return inputs
+
+    def launch(self, decision: SchedulerOutput, num_padded: int) -> tuple[int, int]:
+        """`prepare` without views: launch the kernels that make the step's inputs in fixed
+        memory. Returns the numbers of the step's tokens and of the longest entry's tokens."""
+        self._step += 1
+        if self._decodes is not None and self._is_simple(decision, num_padded):
+            self._decodes.launch(
+                decision.rows, decision.num_computed_tokens, decision.new_blocks, num_padded,
+                self.turn,
+            )  # fmt: skip
+            return len(decision.rows), 1
+        return self._launch_packed(decision, num_padded)
+
+    def _is_simple(self, decision: SchedulerOutput, num_padded: int) -> bool:
+        """Whether the step decodes a token of each entry, which the device has, and samples
+        all entries."""
+        count = len(decision.rows)
+        is_decode = decision.num_decodes == count == len(decision.sampled)
+        if not is_decode or self.has_trees or max(count, num_padded) > self._most_rows:
+            return False
+        if decision.new_rows or decision.token_writes or len(decision.decode_ids):
+            return False
+        has_room = len(decision.new_blocks) <= self._most_blocks
+        return has_room and not len(decision.behind_drafts)
+
+    def _launch_packed(self, decision: SchedulerOutput, num_padded: int) -> tuple[int, int]:
+        """`launch` of any step."""
+        num_entries, segments = len(decision.rows), self._segments(decision)
+        num_updates, num_ids = len(decision.new_blocks), len(decision.decode_ids)
+        at_words = 4 * num_entries + 2
         at_updates = at_words + (3 * num_entries if self.has_trees else 0)
         at_segments = at_updates + 2 * num_updates
-        num_ids = len(decision.decode_ids)
         num_segments = len(segments) + num_ids
         at_ids = at_segments + 4 * num_segments
         at_decode_ids = at_ids + sum(len(ids) for _, _, ids in segments)
         count = at_decode_ids + num_ids
-        self._step += 1
-        staging = self._ring[self._step % len(self._ring)]
+        staging = self._ring[self.turn]
         staging.reserve(count)
         num_tokens = self._pack_entries(staging.array, decision)
         self._pack_blocks(staging.array[at_updates:at_segments], decision)
@@ -200,18 +262,7 @@ class DeviceInputs:
             max(num_entries, num_padded), num_tokens, max_query_len,
         )  # fmt: skip
         staging.release()
-        longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
-        inputs = self.views(
-            max(num_entries, num_padded), max(num_tokens, num_padded), num_sampled
-        )
-        inputs.max_query_len, inputs.max_seq_len = max_query_len, longest
-        if not is_decode:
-            computed = decision.num_computed_tokens[decision.num_decodes :]
-            inputs.has_past = bool(computed.any())
-        if num_sampled == num_tokens:
-            # Without indices: the tokens come first, in order, then padding.
-            inputs.logits_indices = None
-        return inputs
+        return num_tokens, max_query_len
 
     def pad(self, count: int) -> None:
         """Make the inputs of a step of ``count`` padding entries alone."""
@@ -251,8 +302,8 @@ class DeviceInputs:
         )
 
     def _pack_entries(self, array: Int32Array, decision: SchedulerOutput) -> int:
-        """Pack rows, computed tokens, indices of sampled entries and starts. Returns the number
-        of tokens."""
+        """Pack rows, computed tokens, indices of sampled entries, starts and the step's turn.
+        Returns the number of tokens."""
         count = len(decision.rows)
         fields = array[: 3 * count].reshape(3, count)
         fields[0] = decision.rows
@@ -267,6 +318,7 @@ class DeviceInputs:
         starts = array[3 * count : 4 * count + 1]
         starts[0] = 0
         np.cumsum(decision.num_scheduled_tokens, out=starts[1:])
+        array[4 * count + 1] = self.turn
         return int(starts[-1])
 
     def _pack_blocks(self, array: Int32Array, decision: SchedulerOutput) -> None:

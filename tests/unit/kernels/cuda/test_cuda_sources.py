@@ -16,7 +16,6 @@ SKINNY = (
     "-DSKINNY_GROUPS=0"
 )
 UNITS = "-DINT_GROUPS=2 -DINT_ZEROS=1 -DINT_SCALES=0"
-FP4_UNITS = "-DINT_BITS=4 -DINT_GROUPS=4 -DINT_ZEROS=0 -DINT_SCALES=3 -DINT_FP4=1"
 VARIANTS = {
     "gemm": [
         f"{GEMM} -DGEMM_CHUNKS={chunks} {kind} {numbers}"
@@ -36,13 +35,7 @@ VARIANTS = {
     "grouped_gemm": [
         f"{GROUPED} -DGEMM_CHUNKS={chunks} {numbers}"
         for chunks in CHUNKS
-        for numbers in (
-            "",
-            "-DGEMM_GATED",
-            "-DGEMM_FLOAT16",
-            "-DGEMM_FP8",
-            "-DGEMM_FP8 -DGEMM_GROUPS",
-        )
+        for numbers in ("", "-DGEMM_GATED", "-DGEMM_FLOAT16")
     ],
     "attention_decode": [
         f"-DDECODE_STORED={stored} -DDECODE_COLUMNS={columns} -DDECODE_TREES={has_trees}"
@@ -58,6 +51,7 @@ VARIANTS = {
     ],
     "sum_norm": ["-DELEMENT_BYTES=2 -DROW_CHUNKS=1 -DNORM_VALUES=4 -DRANKS=2"],
     "l2_latency": [""],
+    "decode_inputs": ["-DMAX_ROWS=256 -DMAX_BLOCKS=64"],
     "integer_gemm": [
         f"{UNITS} -DINT_BITS={bits} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2 "
         f"-DINT_SCALED={int(rows > 128)}"
@@ -69,15 +63,6 @@ VARIANTS = {
         f"{kind}"
         for bits in (4, 8)
         for rows, kind in ((128, "-DINT_MI=2 -DGEMM_GATED"), (208, "-DINT_MI=1"))
-    ],
-    "integer_experts": [
-        f"{units} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2 -DGROUPED_EXPERTS=8"
-        for units in (f"{UNITS} -DINT_BITS=8 -DGEMM_GATED", FP4_UNITS)
-        for rows in (64, 128)
-    ],
-    "integer_few_experts": [
-        f"{units} -DINT_TILES=3 -DINT_MI=2 -DGROUPED_EXPERTS=8"
-        for units in (f"{UNITS} -DINT_BITS=4", f"{FP4_UNITS} -DGEMM_GATED")
     ],
     "integer_floats": [f"{UNITS} -DINT_BITS={bits}" for bits in (4, 8)],
 }

@@ -111,6 +111,32 @@ def test_padding_entries_use_the_spare_row_and_block(both):
     assert found.slot_mappings[0].tolist()[2:] == [99 * BLOCK] * 2
 
 
+def test_padding_entries_are_sampled_by_no_row_and_stored_where_no_step_reads(both):
+    (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
+    compare(*both, decide([(2, 0, 33), (5, 0, 16)], [0, 1], [first, second], blocks + more))
+    _, device = both
+    device.prepare(decide([(2, 33, 1), (5, 16, 1)], [0, 1], num_decodes=2), 4)
+    found = device.views(4, 4, 4)
+
+    assert found.sampled_rows.tolist() == [2, 5, -1, -1]
+    row_len = MAX_LEN + 1
+    places = [2 * row_len + 34, 5 * row_len + 17, MAX_LEN, MAX_LEN]
+    assert found.sampled_slots.tolist() == places
+
+
+def test_steps_in_flight_have_turns_of_their_own(both):
+    first, blocks = admit(2, 33, 5)
+    compare(*both, decide([(2, 0, 33)], [0], [first], blocks))
+    _, device = both
+    turns = []
+    for _ in range(device.num_turns):
+        device.prepare(decide([(2, 33, 1)], [0], num_decodes=1))
+        turns.append(device.turn)
+        assert device.turn_on_device.item() == device.turn
+
+    assert sorted(turns) == [0, 1, 2]
+
+
 def test_a_step_with_prompts_is_padded_with_tokens_and_empty_entries(both):
     (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
     decision = decide([(2, 0, 33), (5, 0, 16)], [0, 1], [first, second], blocks + more)
