@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -16,7 +19,8 @@ from trimaran.kernels.triton import filters as triton_filters
 from trimaran.kernels.triton import gumbel as triton_gumbel
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
-# Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, P parts of it.
+# Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, P parts of it,
+# L longest sequence, T turns of steps in flight.
 
 _WIDTH = tl.constexpr(sampling_state.WIDTH)
 _TOP_K = tl.constexpr(sampling_state.TOP_K)
@@ -29,6 +33,9 @@ _PROGRAMS = 132 * 16
 """Twice the programs that the largest GPU runs at once. Few rows are split into about this
 many parts, so that a slow part, or an exact one, delays the others little.
 """
+
+_IDS = 256
+"""Ids that one program stores."""
 
 _MAX_TILES = 6
 """Tiles of a part if there are more programs than that. On an H200 64 rows of 128,256 take
@@ -71,24 +78,32 @@ def _gumbel_kernel(  # type: ignore[no-untyped-def]
     tl.store(winners + entry * num_parts + part, winner)
 
 
-@triton.jit(do_not_specialize=["num_parts", "first_id"])  # type: ignore[untyped-decorator,unused-ignore]
-def _finish_kernel(  # type: ignore[no-untyped-def]
-    scores, winners, output, num_parts, vocab_size, first_id, IS_SHARD: tl.constexpr,
-    PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """The best of a row's parts; on equal scores the first part's. Shards return the key of
-    the best score."""
-    entry, parts = tl.program_id(0), tl.arange(0, PADDED)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _best_part(  # type: ignore[no-untyped-def]
+    scores, winners, entry, num_parts, vocab_size, PADDED: tl.constexpr
+):
+    """The best score of a row's parts, and its id; on equal scores the first part's."""
+    parts = tl.arange(0, PADDED)
     is_part = parts < num_parts
     score = tl.load(scores + entry * num_parts + parts, mask=is_part, other=float("-inf"))
     winner = tl.load(winners + entry * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
     top = tl.max(score, 0)
     best = tl.min(tl.where(score == top, winner, 0x7FFFFFFF), 0)
     # NaN logits must not produce an id outside of the vocabulary.
-    best = tl.minimum(best, vocab_size - 1)
+    return top, tl.minimum(best, vocab_size - 1)
+
+
+@triton.jit(do_not_specialize=["num_parts", "first_id"])  # type: ignore[untyped-decorator,unused-ignore]
+def _finish_kernel(  # type: ignore[no-untyped-def]
+    scores, winners, output, num_parts, vocab_size, first_id, IS_SHARD: tl.constexpr,
+    PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """The best of a row's parts. Shards return the key of the best score."""
+    entry = tl.program_id(0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    top, best = _best_part(scores, winners, entry, num_parts, vocab_size, PADDED)
     if IS_SHARD:
         # Both zeros compare equal.
         bits = (top + 0.0).to(tl.int32, bitcast=True)
@@ -98,8 +113,41 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
         tl.store(output + entry, best.to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["num_parts", "row_width"])  # type: ignore[untyped-decorator,unused-ignore]
+def _tell_kernel(  # type: ignore[no-untyped-def]
+    scores, winners, places, table, told, turn, num_parts, vocab_size, row_width,
+    PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Write the best id of a row's parts to the token table and to the ids for the host."""
+    entry = tl.program_id(0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    _, best = _best_part(scores, winners, entry, num_parts, vocab_size, PADDED)
+    tl.store(told + tl.load(turn) * row_width + entry, best)
+    tl.store(table + tl.load(places + entry), best)
+
+
+@triton.jit(do_not_specialize=["count", "row_width"])  # type: ignore[untyped-decorator,unused-ignore]
+def _tell_ids_kernel(  # type: ignore[no-untyped-def]
+    ids, places, table, told, turn, count, row_width, TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Write ids to the token table and to the ids for the host."""
+    entries = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    is_entry = entries < count
+    chosen = tl.load(ids + entries, mask=is_entry, other=0).to(tl.int32)
+    tl.store(told + tl.load(turn) * row_width + entries, chosen, mask=is_entry)
+    tl.store(table + tl.load(places + entries, mask=is_entry, other=0), chosen, mask=is_entry)
+
+
 _gumbel_parts = Launcher(_gumbel_kernel)
 _best_of_parts = Launcher(_finish_kernel)
+_tell = Launcher(_tell_kernel)
+_tell_ids = Launcher(_tell_ids_kernel)
 
 
 def draw(
@@ -127,6 +175,52 @@ def draw(
     if has_filters:
         triton_filters.keep_to_filters(logits_NV, rows_N, lengths_N, state, output)
     return output
+
+
+@dataclass(frozen=True, slots=True)
+class IdPlaces:
+    """Where drawn ids go: to the next step and to the host."""
+
+    places: Tensor
+    """int64 [N]: indices in the token table."""
+
+    table: Tensor
+    """int32 [R, L], contiguous: the token table."""
+
+    told: Tensor
+    """int32 [T, N or more], from which ids are copied to the host."""
+
+    turn: Tensor
+    """int32 [1] on the device: the row of ``told`` for the ids."""
+
+
+def draw_and_tell(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    lengths_N: Tensor,
+    state: Tensor,
+    target: IdPlaces,
+    *,
+    has_filters: bool = False,
+) -> None:
+    """`draw`, and its ids written where the next step and the copy to the host read them.
+
+    All that differs between steps is in the device's memory, so a CUDA graph can hold the
+    launches.
+    """
+    vocab_size = logits_NV.shape[1]
+    places, table, told, turn = target.places, target.table, target.told, target.turn
+    if has_filters:
+        ids = draw(logits_NV, rows_N, lengths_N, state, has_filters=True)
+        args: tuple[Any, ...] = (ids, places, table, told, turn, len(ids), told.stride(0))
+        _tell_ids((num_tiles(len(ids), _IDS), 1), args, (_IDS,))
+        return
+    scores, winners, tiles = _argmax_of_parts(logits_NV, rows_N, lengths_N, state, False, 0)
+    count, num_parts = scores.shape
+    args = (
+        scores, winners, places, table, told, turn, num_parts, vocab_size, told.stride(0),
+    )  # fmt: skip
+    _tell((count, 1), args, (padded_size(tiles),), num_warps=1)
 
 
 def best_keys(

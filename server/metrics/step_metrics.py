@@ -11,7 +11,8 @@ from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS
 
 PARTS = ("receive", "schedule", "launch", "wait", "emit", "device", "sample")
 """The first five are the host's loop and add up to its time with work; ``device`` is the
-model and ``sample`` the sampler where they run. Engines report each as ``PART_seconds``."""
+model and ``sample`` the sampler where they run; a graph that holds both counts as ``device``.
+Engines report each as ``PART_seconds``."""
 
 
 class StepMetrics:

@@ -49,13 +49,20 @@ class CudaGraphs:
     """
 
     def __init__(
-        self, kind: str, sizes: list[int], forward: Callable[[int], Tensor], pool: Any
+        self,
+        kind: str,
+        sizes: list[int],
+        forward: Callable[[int], Tensor],
+        pool: Any,
+        warm_up: Callable[[int], object] | None = None,
     ) -> None:
-        """``forward`` launches a step of so many tokens in fixed memory. ``kind`` names such
-        steps in the log; ``pool`` is the handle of torch's memory pool."""
+        """``forward`` launches a step of so many tokens in fixed memory, and ``warm_up`` those
+        kernels of the step that other graphs of this size do not have, by default all.
+        ``kind`` names such steps in the log; ``pool`` is the handle of torch's memory pool."""
         self._kind = kind
         self.sizes = sizes
         self._forward = forward
+        self._warm_up = warm_up or forward
         self._pool = pool
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -78,7 +85,7 @@ class CudaGraphs:
             for size in reversed(self.sizes):
                 # Run once without a graph first, which compiles kernels and makes library
                 # handles.
-                self._forward(size)
+                self._warm_up(size)
                 graph = torch.cuda.CUDAGraph()
                 # `torch.cuda.graph` is not used: it collects garbage before every capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

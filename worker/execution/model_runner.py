@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_times import DeviceClock
 from trimaran.worker.steps.step_types import SchedulerOutput
+
+if TYPE_CHECKING:
+    from trimaran.worker.execution.whole_steps import WholeSteps
 
 _MIN_SPARED = 1024
 """Skipped queries of a step that save more time than the extra launches take."""
@@ -71,6 +74,8 @@ class ModelRunner:
         self._graphs: CudaGraphs | None = None
         self._prompt_graphs: CudaGraphs | None = None
         self._adapter_graphs: CudaGraphs | None = None
+        self._whole: WholeSteps | None = None
+        self._whole_graphs: list[CudaGraphs] = []
         self.adapters: AdapterStore | None = None
         self.expert_loads: ExpertLoads | None = None
         """None unless the model's expert loads are counted."""
@@ -163,12 +168,19 @@ class ModelRunner:
             self._launch_adapters,
             pool,
         )
-        for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
+        self._whole = self.end.whole_steps()
+        if self._whole is not None:
+            self._whole_graphs = self._whole.make_graphs(sizes, self._launch_decode, pool)
+        for graphs in self._all_graphs():
             if graphs.sizes:
                 graphs.capture(self.inputs.device)
         if self.drafting is not None:
             self.drafting.capture(sizes, pool)
         self._tokens_across_dp.most_tokens = 0
+
+    def _all_graphs(self) -> list[CudaGraphs]:
+        kinds = self._graphs, self._prompt_graphs, self._adapter_graphs, *self._whole_graphs
+        return [graphs for graphs in kinds if graphs is not None]
 
     def graph_size(self, num_tokens: int) -> int:
         """The size of the graph for so many decodes; 0 if no graph is large enough."""
@@ -203,10 +215,10 @@ class ModelRunner:
         """Free graphs and host memory. Before the tensor group's communicator is closed."""
         if self.adapters is not None:
             self.adapters.close()
-        for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
-            if graphs is not None:
-                graphs.close()
+        for graphs in self._all_graphs():
+            graphs.close()
         self._graphs = self._prompt_graphs = self._adapter_graphs = None
+        self._whole, self._whole_graphs = None, []
         if self.drafting is not None:
             self.drafting.close()
         for host in self.hosts + self.draft_hosts:
@@ -244,6 +256,10 @@ class ModelRunner:
                 begin_transfers([host], decision.step, decision.transfers)
         if len(decision.block_copies):
             self._copy_blocks(decision)
+        if self._whole is not None and self._graphs_for(decision) is self._graphs:
+            output = self._whole.run(decision, self._tokens_across_dp.most_tokens, marks)
+            if output is not None:
+                return output
         hidden_TD, inputs = self._run_model(decision)
         return self.end.finish(hidden_TD, inputs, decision, marks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from trimaran.worker.sampling.sampling_rows import READS_IDS, SamplingRows
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_times import StepMarks
 from trimaran.worker.steps.step_types import KeptLogits, NewRow, SchedulerOutput
+
+if TYPE_CHECKING:
+    from trimaran.worker.execution.whole_steps import WholeSteps
 
 # Shapes: T tokens of the step, N sampled rows, P tokens of a prompt, V vocabulary.
 
@@ -142,6 +145,10 @@ class StageEnd(Protocol):
         """Whether the hidden states of all tokens are needed, rather than of sampled tokens."""
         ...
 
+    def whole_steps(self) -> WholeSteps | None:
+        """The steps that graphs hold from the layers to the ids; None if there are none."""
+        ...
+
     def enter(self, new: NewRow) -> None:
         """Take in the sequence that enters a row."""
         ...
@@ -192,6 +199,10 @@ class EarlierStage:
         self._reader = next(iter(links.readers.values()), None)
         self.taps: LayerTaps | None = None
         """Inputs of layers that the last stage's network reads."""
+
+    def whole_steps(self) -> WholeSteps | None:
+        """None: no ids are sampled here."""
+        return None
 
     def enter(self, new: NewRow) -> None:
         """Do nothing: no row's data is needed here."""
@@ -250,6 +261,20 @@ class LastStage:
         if inputs.device.type == "cuda":
             most = inputs.most_sampled if isinstance(inputs, DeviceInputs) else num_rows
             self._copier = Copier(inputs.device, most, depth)
+
+    def whole_steps(self) -> WholeSteps | None:
+        """The steps that graphs hold from the layers to the ids; None if more follows than a
+        graph can hold, or if other ranks take part in it."""
+        inputs = self._inputs
+        has_followers = self.drafting is not None or self.trees is not None
+        if has_followers or self._tp.size > 1 or self._writer is not None:
+            return None
+        if not isinstance(inputs, DeviceInputs):
+            return None
+        # Imported late, because a CPU needs no Triton.
+        from trimaran.worker.execution.whole_steps import WholeSteps
+
+        return WholeSteps(self._model, inputs, self._sampling, self._copier)
 
     @property
     def needs_all(self) -> bool:

@@ -330,6 +330,10 @@ class SamplingRows:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
             self.biases[row] = to_device(bias, self.device)
 
+    def needs(self, rows: Int32Array) -> int:
+        """The union of the rows' features."""
+        return int(np.bitwise_or.reduce(self._features[rows]))
+
     def rewrite(self, row: int, start: int) -> None:
         """Take note that a row's ids from ``start`` on may have changed."""
         if row in self.ngrams:

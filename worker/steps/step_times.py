@@ -121,8 +121,11 @@ class CudaMarks:
         begin, end = self._begin, self._end
         if end is None or not end.query():  # type: ignore[no-untyped-call]
             return None
-        middle = self._sampling or end
-        times = begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
+        middle = self._sampling
+        if middle is None:
+            times = begin.elapsed_time(end) / 1e3, 0.0
+        else:
+            times = begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
         # Creating events costs more than recording them, so they are reused.
         self._unused.append(begin)
         if self._sampling is not None:

@@ -73,6 +73,31 @@ def test_draws_are_those_of_the_cpu(vocab_size, dtype):
     assert torch.equal(sampled.by_kernels(logits), sampled.on_cpu(logits))
 
 
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_told_ids_are_the_draws_and_go_to_the_table_and_to_the_turn_of_the_host(has_filters):
+    filters = {"top_k": 5, "top_p": 0.9} if has_filters else {"top_p": 1.0}
+    params = [
+        SamplingParams(**filters, temperature=temperature, seed=7)
+        for temperature in (0.0, 1.0, 3.0)
+    ]
+    sampled = Sampled(params)
+    logits = torch.randn(4, 9001) * 4
+    # The last entry is padding.
+    rows = torch.from_numpy(np.append(sampled.order, np.int32(-1)))
+    lengths = torch.from_numpy(np.append(sampled.lengths, np.int32(0)))
+    table, told = torch.zeros(5, 30, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
+    places = torch.tensor([41, 63, 145, 29])
+    turn = torch.tensor([2], dtype=torch.int32)
+    target = triton_sampling.IdPlaces(places, table, told, turn)
+    state = sampled.state.tensor()
+    triton_sampling.draw_and_tell(logits, rows, lengths, state, target, has_filters=has_filters)
+
+    expected = sampled.by_kernels(logits[:3])
+    assert torch.equal(told[2, :3], expected.int())
+    assert not told[:2].any() and not told[2, 4:].any()
+    assert torch.equal(table.view(-1)[places[:3]], expected.int())
+
+
 LANE, TILE = 8, 2048
 
 
