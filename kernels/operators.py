@@ -229,11 +229,9 @@ class Ops(Protocol):
         """
         ...
 
-    def integer_expert_storage(
-        self, weights: Sequence[IntegerWeight], *, is_gated: bool
-    ) -> IntegerExperts:
+    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
         """The matrices of a rank's experts, without minimums, as `integer_expert_mlp` takes
-        them; with ``is_gated`` of gates above ups. Call after the weights are loaded."""
+        them. Call after the weights are loaded."""
         ...
 
     def integer_expert_mlp(
