@@ -55,13 +55,14 @@ LENGTH = 128
 
 
 @contextlib.contextmanager
-def served(folder: Path, threads: int) -> Iterator[int]:
+def served(folder: Path, threads: int, quantization: str) -> Iterator[int]:
     """Serve the model; yields the gRPC port."""
     write_random_model(folder / "model", CONFIG)
     write_repository(folder / "repository", ["tensorrt_llm"], engine_dir=folder / "model")
     flags = [
         "--world-size", "1", "--num-threads", str(threads), "--load-format", "random",
         "--device", "cpu", "--max-batch-size", "32", "--max-num-tokens", "2048",
+        "--quantization", quantization,
     ]  # fmt: skip
     with serving(folder / "repository", flags, log=folder / "serve.log") as server:
         yield server.grpc
@@ -124,13 +125,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quantization", default="none", help="of Trimaran's weights (none)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     before = os.getloadavg()
     rows = []
     with tempfile.TemporaryDirectory(prefix="trimaran-bench-") as name:
         folder = Path(name)
-        with served(folder, args.threads) as port:
+        with served(folder, args.threads, args.quantization) as port:
             for concurrency in (1, 16):
                 bench(port, concurrency, folder)
                 rates = [bench(port, concurrency, folder) for _ in range(args.repeats)]
@@ -153,6 +155,7 @@ def main() -> None:
         report = {
             "command": "benchmarks/cpu_serving.py",
             "device": f"{cpu_model()}, {args.threads} threads",
+            "quantization": args.quantization,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -30,6 +30,7 @@ USED_FEATURES = {
     "avx512_vnni": "avx512vnni",
     "amx_tile": "amx-tile",
     "amx_bf16": "amx-bf16",
+    "amx_int8": "amx-int8",
 }
 """Additional instruction sets used if the processor has them: its name and the compiler's."""
 

@@ -63,7 +63,7 @@ def _gpu_ops(
         )
     # These modules import Triton, which a CPU installation lacks.
     from trimaran.kernels.decode_attention import select_decode_attention
-    from trimaran.kernels.experts import select_experts
+    from trimaran.kernels.experts.floats import select_experts
     from trimaran.kernels.gpu import TritonOps
     from trimaran.kernels.integer_products import select_integer_products
     from trimaran.kernels.products import select_products

@@ -10,8 +10,10 @@ from trimaran.kernels import paged_attention, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.byte_products import check_served, make_product
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
-from trimaran.kernels.experts import FixedExperts, Mixture
-from trimaran.kernels.integer_products import IntegerProducts, expert_storage
+from trimaran.kernels.experts.floats import FixedExperts, Mixture
+from trimaran.kernels.experts.fp8 import Fp8Mixture
+from trimaran.kernels.experts.integers import IntegerMixture
+from trimaran.kernels.integer_products import IntegerProducts
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
@@ -26,23 +28,19 @@ from trimaran.kernels.quantized import (
 from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton import elementwise as triton_elementwise
-from trimaran.kernels.triton import fp8_experts as triton_fp8_experts
 from trimaran.kernels.triton import heads as triton_heads
-from trimaran.kernels.triton import integer_experts as triton_integer_experts
 from trimaran.kernels.triton import norm as triton_norm
 from trimaran.kernels.triton import rotary as triton_rotary
 from trimaran.kernels.triton import routing as triton_routing
 from trimaran.kernels.triton.attention import latent_cache as triton_latent_cache
 from trimaran.kernels.triton.attention import latent_prompts as triton_latent_prompts
-from trimaran.kernels.triton.experts import FIXED_ROWS
 
 _TRITON = (
     "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache",
     "rope_and_cache_latent", "write_kv", "head_linear", "paged_attention",
     "latent_attention",
-    "choose_experts", "expert_mlp", "fp8_expert_mlp",
-    "integer_expert_mlp",
+    "choose_experts", "expert_mlp",
 )  # fmt: skip
 _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
 
@@ -81,6 +79,8 @@ class TritonOps(TorchOps):
         self._decodes = decodes or TritonDecodes()
         self._experts = experts or FixedExperts()
         self._integers = integers or IntegerProducts(is_fixed=is_deterministic)
+        self._integer_experts = IntegerMixture(self._integers.dtype, is_deterministic)
+        self._fp8_experts = Fp8Mixture(self._integers.dtype, is_deterministic)
 
     @property
     def backends(self) -> dict[str, str]:
@@ -91,6 +91,8 @@ class TritonOps(TorchOps):
         others = ("cuda, " if "cuda" in self._products.backend else "") + "triton, torch"
         names["fp8_product"] = "triton" if self.is_deterministic else others
         names["integer_product"] = self._integers.backend
+        names["fp8_expert_mlp"] = self._fp8_experts.backend
+        names["integer_expert_mlp"] = self._integer_experts.backend
         attention = {self._decodes.backend, self._prompts.backend, "triton"}
         names["paged_attention"] = ", ".join(sorted(attention))
         return names
@@ -111,6 +113,7 @@ class TritonOps(TorchOps):
 
     def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
         check_served(values, blocks)
+        self._fp8_experts.compile(len(values), has_blocks=blocks is not None)
         return values
 
     def fp8_expert_mlp(
@@ -122,13 +125,12 @@ class TritonOps(TorchOps):
         down: Fp8Experts,
         first_expert: int = 0,
     ) -> Tensor:
-        fixed_rows = FIXED_ROWS if self.is_deterministic else 0
-        return triton_fp8_experts.expert_mlp(
-            x, weights, ids, gate_up, down, first_expert, fixed_rows
-        )
+        return self._fp8_experts.expert_mlp(x, weights, ids, gate_up, down, first_expert)
 
-    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
-        return expert_storage(weights)
+    def integer_expert_storage(
+        self, weights: Sequence[IntegerWeight], *, is_gated: bool
+    ) -> IntegerExperts:
+        return self._integer_experts.storage(weights, is_gated=is_gated)
 
     def integer_expert_mlp(
         self,
@@ -140,9 +142,8 @@ class TritonOps(TorchOps):
         first_expert: int = 0,
         form: ExpertForm | None = None,
     ) -> Tensor:
-        cuts = triton_integer_experts.FIXED_CUTS if self.is_deterministic else None
-        return triton_integer_experts.expert_mlp(
-            x, weights, ids, gate_up, down, first_expert, form, cuts
+        return self._integer_experts.expert_mlp(
+            x, weights, ids, gate_up, down, first_expert, form
         )
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trimaran.kernels.integer_reference import unpack
 from trimaran.kernels.integers import IntegerWeight
 
 # Shapes: T tokens, D inner width, K columns with padding, S steps.
@@ -70,6 +71,15 @@ class Columns(NamedTuple):
         if self.order is None:
             return integers_ED
         return integers_ED[:, (self.order - 1).clamp_min(0)]
+
+    def packed(self, weight: IntegerWeight) -> Tensor:
+        """Integers of the columns, uint8 [E, K], or for 4 bits [E, K / 2]: the halves of a step
+        share bytes, the first half being the low one."""
+        values = self.arrange(unpack(weight.values, weight.bits)).contiguous()
+        if weight.bits == 8:
+            return values
+        halves = values.view(values.shape[0], -1, 2, self.step // 2)
+        return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
 
 
 def narrowest(tensors: list[Tensor]) -> torch.dtype:

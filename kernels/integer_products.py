@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,8 @@ from trimaran.kernels.cuda.hopper_gemm import can_multiply
 from trimaran.kernels.cuda.integer_floats import compile_floats, dequantize
 from trimaran.kernels.cuda.integer_units import UnitFormat, can_pack, pack_units
 from trimaran.kernels.integer_columns import Columns, narrowest
-from trimaran.kernels.integer_reference import quantize_inputs, stacked_zeros, unpack
-from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
+from trimaran.kernels.integer_reference import quantize_inputs
+from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.triton.integer_gemm import Cut, Steps, multiply
 from trimaran.kernels.triton.launch import padded_size
 
@@ -34,8 +33,6 @@ _MAX_ROUNDED_SCALE = 127
 """Scales from which the kernels that round weights would overflow in float16."""
 
 _MAX_PARTS = 8
-_MANTISSA_BITS, _INFINITE = 23, 255
-"""The bits of float32 below its exponent, and the exponent of infinity and NaN."""
 
 FIXED_CUT = Cut(64, 128, warps=4, stages=4)
 """The cut whatever the number of rows, for results that do not depend on it."""
@@ -212,49 +209,8 @@ def select_integer_products(
     return IntegerProducts(dtype, is_deterministic)
 
 
-def expert_storage(weights: Sequence[IntegerWeight]) -> IntegerExperts:
-    """See `Ops.integer_expert_storage` and `triton.integer_experts.expert_mlp`."""
-    columns = Columns.of_experts(weights)
-    step, bits = columns[0].step, weights[0].bits
-    values = torch.stack(
-        [_values_of(*each).view(each[0].shape[0], -1, step * bits // 8)
-         for each in zip(weights, columns, strict=True)]
-    )  # fmt: skip
-    scales = torch.stack([each.scales for each in weights]).transpose(1, 2).contiguous()
-    zeros = stacked_zeros(weights)
-    orders = [each.order.to(torch.int32) for each in columns if each.order is not None]
-    return IntegerExperts(
-        values,
-        _exponents(scales) if weights[0].is_fp4 else scales.to(narrowest([scales])),
-        None if zeros is None else zeros.transpose(1, 2).contiguous(),
-        torch.stack([each.groups for each in columns]),
-        torch.stack(orders) if orders else None,
-        bits,
-        step,
-        weights[0].is_fp4,
-    )
-
-
-def _exponents(scales: Tensor) -> Tensor:
-    """uint8: the exponent bits of scales that are normal powers of two; else the scales in the
-    narrowest dtype."""
-    bits = scales.view(torch.int32)
-    exponents = bits >> _MANTISSA_BITS
-    is_power = (exponents << _MANTISSA_BITS == bits) & (exponents > 0) & (exponents < _INFINITE)
-    return exponents.to(torch.uint8) if bool(is_power.all()) else scales.to(narrowest([scales]))
-
-
-def _values_of(weight: IntegerWeight, columns: Columns) -> Tensor:
-    """uint8 [E, K] of columns, or for 4 bits [E, K / 2]: a step's halves share bytes."""
-    values = columns.arrange(unpack(weight.values, weight.bits)).contiguous()
-    if weight.bits == 8:
-        return values
-    halves = values.view(values.shape[0], -1, 2, columns.step // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
-
-
 def _steps_of(weight: IntegerWeight, columns: Columns) -> Steps:
-    values = _values_of(weight, columns)
+    values = columns.packed(weight)
     scales, minimums = weight.scales.t().contiguous(), None
     if weight.minimums is not None:
         minimums = weight.minimums.t().contiguous()

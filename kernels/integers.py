@@ -110,6 +110,22 @@ class IntegerProduct(Protocol):
         ...
 
 
+_TENSORS = ("values", "scales", "zeros", "groups", "order")
+"""Those of `IntegerExperts`."""
+
+
+class Packing(NamedTuple):
+    """How `IntegerExperts` are packed in units of a Hopper kernel; see
+    ``cuda/integer_units.py``."""
+
+    outputs: int
+    """Outputs of an expert's matrix; those that fill the last units are arbitrary."""
+
+    has_zeros: bool
+    scales: int
+    """The kind of scales in a unit."""
+
+
 class IntegerExperts(NamedTuple):
     """A matrix of each of a rank's experts in integers, stored as the device's products read
     them; all have one shape.
@@ -136,16 +152,23 @@ class IntegerExperts(NamedTuple):
     is_fp4: bool = False
     """Whether integers are codes of `FP4_NUMBERS`."""
 
+    packing: Packing | None = None
+    """Set where ``values`` alone hold all, in units [X, N, C, bytes of a unit]."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of an expert's matrix, stored for a GPU."""
+        return int(self.values.shape[1]) if self.packing is None else self.packing.outputs
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that there are, by their names."""
-        every = ("values", "scales", "zeros", "groups", "order")
-        found = {name: getattr(self, name) for name in every}
+        found = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> IntegerExperts:
         """The same experts in other tensors, by the names of `tensors`."""
         get = tensors.get
-        return IntegerExperts(
-            tensors["values"], get("scales"), get("zeros"), get("groups"), get("order"),
-            self.bits, self.step, self.is_fp4,
+        return self._replace(
+            values=tensors["values"], scales=get("scales"), zeros=get("zeros"),
+            groups=get("groups"), order=get("order"),
         )  # fmt: skip

@@ -229,9 +229,11 @@ class Ops(Protocol):
         """
         ...
 
-    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
+    def integer_expert_storage(
+        self, weights: Sequence[IntegerWeight], *, is_gated: bool
+    ) -> IntegerExperts:
         """The matrices of a rank's experts, without minimums, as `integer_expert_mlp` takes
-        them. Call after the weights are loaded."""
+        them; with ``is_gated`` of gates above ups. Call after the weights are loaded."""
         ...
 
     def integer_expert_mlp(

@@ -10,7 +10,7 @@ from trimaran.kernels import byte_reference, integer_reference, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
-from trimaran.kernels.integers import IntegerProduct, IntegerWeight
+from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import BlockMap, ByteInputs, ByteProduct, ByteRows, ByteWeight
 from trimaran.kernels.routing import ExpertForm
 
@@ -42,7 +42,6 @@ class TorchOps:
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
     fp8_expert_mlp = staticmethod(byte_reference.expert_mlp)
-    integer_expert_storage = staticmethod(integer_reference.expert_storage)
     integer_expert_mlp = staticmethod(integer_reference.expert_mlp)
 
     def fp8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct:
@@ -53,6 +52,11 @@ class TorchOps:
 
     def int8_product(self, weight: ByteWeight, inputs: ByteInputs) -> ByteProduct | None:
         return None
+
+    def integer_expert_storage(
+        self, weights: Sequence[IntegerWeight], *, is_gated: bool
+    ) -> IntegerExperts:
+        return integer_reference.expert_storage(weights)
 
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False, is_gated: bool = False

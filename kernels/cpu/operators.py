@@ -61,6 +61,7 @@ class CpuOps:
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
         self._attention = Kernel(library, "trimaran_attention", "24q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
+        library.trimaran_has_integer_tiles.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
 
@@ -86,6 +87,8 @@ class CpuOps:
             )
         has_dots = has_avx512() and "avx512_vnni" in cpu_features()
         integers = "avx512_vnni" if has_dots else usual
+        if self._library.trimaran_has_integer_tiles():
+            integers = f"{integers} (few rows), amx_int8 (others)"
         names.update(integer_product=integers, integer_expert_mlp=integers)
         names["activation"] = f"{usual} (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch", choose_experts="torch")
@@ -137,7 +140,9 @@ class CpuOps:
     ) -> IntegerProduct:
         return CpuIntegerProduct(self._integers, weight, has_byte_inputs=has_byte_inputs)
 
-    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
+    def integer_expert_storage(
+        self, weights: Sequence[IntegerWeight], *, is_gated: bool
+    ) -> IntegerExperts:
         return integer_experts.expert_storage(weights)
 
     def integer_expert_mlp(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from trimaran.kernels.tables.product_table import INNER_STEP
 _NARROW, _WIDE = 16, 64
 """Rows of x in a copy."""
 
+Scaling = Literal["rows", "blocks"]
+
 _EIGHT = 8
 """Gate rows are copied next to as many up rows; outputs are stored in groups of eight."""
 
@@ -33,13 +36,32 @@ class _Arguments(ctypes.Structure):
         ("inner_steps", ctypes.c_int),
         ("sharing", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
+        ("scales_w", ctypes.c_uint64),
+        ("scale_row_of", ctypes.c_uint64),
+        ("scales_x", ctypes.c_uint64),
+        ("scale_rows", ctypes.c_int),
     )
+
+
+class GroupedScales(NamedTuple):
+    """The scales of an FP8 product."""
+
+    weights: Tensor
+    """float32 [X, E]; with blocks [X, R, G] of rows of blocks and groups of 128 inputs."""
+
+    rows: Tensor
+    """float32 [N]; with blocks [N, G]."""
+
+    row_of: Tensor | None = None
+    """int32 [E]: the row of blocks of each output; None: no blocks."""
 
 
 class GroupedGemm:
     """Grouped products of one kind, with one tile shape on one device.
 
-    bf16 or float16 with sums in float32; D and F multiples of 8. Safe under graph capture: the
+    bf16 or float16 with sums in float32; D and F multiples of 8. With ``scaling`` the numbers
+    are FP8, D is a multiple of 16, and results are bf16: "rows" have scales of outputs and
+    rows, "blocks" those of blocks and of groups of 128 inputs. Safe under graph capture: the
     launch depends on the number of rows alone, and the device reads the rows of each expert. A
     row's result does not depend on the other rows.
     """
@@ -51,12 +73,14 @@ class GroupedGemm:
         device: torch.device,
         kind: GroupedKind,
         num_experts: int,
+        scaling: Scaling | None = None,
     ) -> None:
         shape.check(num_experts)
         self._shape = shape
         self._kind = kind
+        self._scaling = scaling
         limit = expert_limit(num_experts)
-        self._kernel = CudaModule(compile_grouped(shape, dtype, kind, limit)).kernel(
+        self._kernel = CudaModule(compile_grouped(shape, dtype, kind, limit, scaling)).kernel(
             "grouped_gemm",
             device,
             num_threads=128 * (shape.warpgroups + 1),
@@ -69,12 +93,22 @@ class GroupedGemm:
         self._max_clusters = count if sharing == 1 else self._kernel.max_clusters(sharing)
         self._maps = MapCache()
 
-    def __call__(self, x_ND: Tensor, weights_XED: Tensor, totals_X: Tensor) -> Tensor:
+    def __call__(
+        self,
+        x_ND: Tensor,
+        weights_XED: Tensor,
+        totals_X: Tensor,
+        scales: GroupedScales | None = None,
+    ) -> Tensor:
         """[N, E]; or [N, E / 2] of ``silu(gate) * up``, with gate rows above up rows.
 
         ``x`` and the weights are contiguous, with at least one row; ``totals`` are int32, the
         rows of each expert. Rows beyond their sum are left unchanged.
         """
+        assert (scales is None) == (self._scaling is None)
+        if scales is not None:
+            # Copied as pairs, in words of two bytes.
+            x_ND, weights_XED = x_ND.view(torch.bfloat16), weights_XED.view(torch.bfloat16)
         shape, (num_experts, outputs, inner) = self._shape, weights_XED.shape
         num_rows, is_gated = x_ND.shape[0], self._kind == "gated"
         columns = outputs // 2 if is_gated else outputs
@@ -92,7 +126,7 @@ class GroupedGemm:
         arguments = _Arguments(
             out.data_ptr(), totals_X.data_ptr(), num_experts, columns, column_tiles,
             -(-inner // INNER_STEP), shape.sharing,
-            READ_ONCE if is_read_once else READ_AGAIN,
+            READ_ONCE if is_read_once else READ_AGAIN, *_addresses(scales),
         )  # fmt: skip
         slice_rows = shape.weights // shape.sharing
         if is_gated:
@@ -107,9 +141,23 @@ class GroupedGemm:
         return out
 
 
+def _addresses(scales: GroupedScales | None) -> tuple[int, int, int, int]:
+    """The fields of the arguments behind the policy."""
+    if scales is None:
+        return 0, 0, 0, 0
+    weights, rows, row_of = scales
+    if row_of is None:
+        return weights.data_ptr(), 0, rows.data_ptr(), 0
+    return weights.data_ptr(), row_of.data_ptr(), rows.data_ptr(), weights.shape[1]
+
+
 @functools.lru_cache(maxsize=256)
 def compile_grouped(
-    shape: GroupedShape, dtype: torch.dtype, kind: GroupedKind, limit: int
+    shape: GroupedShape,
+    dtype: torch.dtype,
+    kind: GroupedKind,
+    limit: int,
+    scaling: Scaling | None = None,
 ) -> bytes:
     """The kernel for this shape and up to ``limit`` experts."""
     defines = [
@@ -123,4 +171,8 @@ def compile_grouped(
         defines.append("GEMM_GATED")
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")
+    if scaling is not None:
+        defines.append("GEMM_FP8")
+    if scaling == "blocks":
+        defines.append("GEMM_GROUPS")
     return load_cubin("grouped_gemm", "sm_90a", tuple(defines))

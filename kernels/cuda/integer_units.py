@@ -18,6 +18,19 @@ _MAX_ZERO = {4: 127, 8: 255}
 """Largest zero point of which the difference to an integer is exact in the kernel."""
 
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_EXPONENTS = 3
+"""The kind of scales that are exponents of one byte."""
+
+_FP4_EXPONENTS = range(27, 145)
+"""Biased exponents of scales in float32 whose products with FP4 numbers are exact."""
+
+_FP4_BIAS = 110
+"""What is added to these exponents; see ``cuda/csrc/fp4_units.cuh``."""
+
+_FP4_SIGNS, _FP4_BITS = (15, 14, 9, 13), (6, 3, 0, 10)
+"""For each register of a fragment the lowest bits of a code's parts in its half of the word."""
+
+_MANTISSA_BITS = 23
 
 
 class Units(NamedTuple):
@@ -33,7 +46,8 @@ class Units(NamedTuple):
 
     has_zeros: bool
     scales: int
-    """The dtype of scales: 0 for bfloat16, 1 for float16, 2 for float32."""
+    """The dtype of scales: 0 for bfloat16, 1 for float16, 2 for float32; 3 for exponents of
+    FP4 numbers."""
 
     @property
     def unit_bytes(self) -> int:
@@ -64,6 +78,7 @@ class UnitFormat(NamedTuple):
             f"INT_GROUPS={self.groups}",
             f"INT_ZEROS={int(self.has_zeros)}",
             f"INT_SCALES={self.scales}",
+            *(["INT_FP4=1"] if self.scales == _EXPONENTS else []),
         )
         return (*macros, "GEMM_FLOAT16") if self.is_float16 else macros
 
@@ -87,15 +102,37 @@ def can_pack(weight: IntegerWeight) -> bool:
     return zeros is None or bool(((zeros >= 0) & (zeros <= _MAX_ZERO[weight.bits])).all())
 
 
-def pack_units(weight: IntegerWeight, columns: Columns) -> Units:
+def can_pack_fp4(weight: IntegerWeight, columns: Columns) -> bool:
+    """Whether the units hold a weight of FP4 numbers: 32 inputs share a power of two, in the
+    kernel's range."""
+    if not weight.is_fp4 or columns.order is not None or not weight.values.numel():
+        return False
+    if columns.step != UNIT_INPUTS // 4:
+        return False
+    bits = weight.scales.view(torch.int32)
+    exponents = bits >> _MANTISSA_BITS
+    is_power = exponents << _MANTISSA_BITS == bits
+    least, most = _FP4_EXPONENTS[0], _FP4_EXPONENTS[-1]
+    return bool((is_power & (exponents >= least) & (exponents <= most)).all())
+
+
+def pack_units(
+    weight: IntegerWeight, columns: Columns, dtype: torch.dtype | None = None
+) -> Units:
     """The weight in units. Outputs and columns that fill the last units are arbitrary: the
-    inputs of such columns must be 0."""
+    inputs of such columns must be 0.
+
+    ``dtype`` is that of scales; None: the narrowest that holds them.
+    """
     integers_EK = columns.arrange(unpack(weight.values, weight.bits))
     steps = columns.groups.to(torch.int64)
     groups = UNIT_INPUTS // columns.step
     steps = torch.nn.functional.pad(steps, (0, -len(steps) % groups))
     parts = [_values(_padded(integers_EK, UNIT_OUTPUTS, UNIT_INPUTS), weight.bits)]
-    dtype = narrowest([weight.scales])
+    if weight.is_fp4:
+        parts = [_fp4_words(parts[0]), _exponents(weight.scales[:, steps], groups)]
+        return Units(torch.cat(parts, 2), len(weight.values), 4, groups, False, _EXPONENTS)
+    dtype = dtype or narrowest([weight.scales])
     parts.append(_pairs(weight.scales.to(dtype)[:, steps], groups))
     if weight.zeros is not None:
         parts.append(_pairs(weight.zeros[:, steps], groups))
@@ -136,3 +173,24 @@ def _pairs(numbers_ES: Tensor, groups: int) -> Tensor:
     tiles = numbers.shape[0] // UNIT_OUTPUTS
     parted = numbers.view(tiles, 4, 2, 8, -1, groups).permute(0, 4, 5, 1, 3, 2)
     return parted.contiguous().view(torch.uint8).reshape(tiles, parted.shape[1], -1)
+
+
+def _fp4_words(values: Tensor) -> Tensor:
+    """uint8 [N, C, bytes]: words of eight codes as ``cuda/csrc/fp4_units.cuh`` takes them."""
+    words = values.view(torch.int32).to(torch.int64)
+    arranged = torch.zeros_like(words)
+    for code in range(8):
+        bits, half = words >> 4 * code, code // 4 * 16
+        arranged |= (bits >> 3 & 1) << _FP4_SIGNS[code % 4] + half
+        arranged |= (bits & 7) << _FP4_BITS[code % 4] + half
+    return arranged.to(torch.int32).view(torch.uint8)
+
+
+def _exponents(scales_ES: Tensor, groups: int) -> Tensor:
+    """uint8 [N, C, bytes]: for each thread's two outputs the exponents of the even groups, then
+    those of the odd groups."""
+    exponents = (scales_ES.view(torch.int32) >> _MANTISSA_BITS) + _FP4_BIAS
+    exponents = _padded(exponents.to(torch.uint8), UNIT_OUTPUTS, 1)
+    tiles = exponents.shape[0] // UNIT_OUTPUTS
+    parted = exponents.view(tiles, 4, 2, 8, -1, groups // 2, 2)
+    return parted.permute(0, 4, 1, 3, 2, 6, 5).reshape(tiles, parted.shape[4], -1)

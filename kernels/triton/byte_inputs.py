@@ -134,11 +134,12 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["first_expert"])  # type: ignore[untyped-decorator,unused-ignore]
 def _choices_kernel(  # type: ignore[no-untyped-def]
     x, ids, order, totals, static, values, scales, x_stride, width, bound, first_expert,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, COUNTED: tl.constexpr, IS_STATIC: tl.constexpr,
-    HAS_BOUND: tl.constexpr, HAS_POWERS: tl.constexpr, PADDED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, COUNTED: tl.constexpr,
+    IS_GATHERED: tl.constexpr, IS_STATIC: tl.constexpr, HAS_BOUND: tl.constexpr,
+    HAS_POWERS: tl.constexpr, PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program n quantizes row n for the n-th sorted choice, or choice n's token for it.
+    """Program n quantizes row n for the n-th sorted choice, with ``IS_GATHERED`` the token of
+    that choice, or choice n's token for choice n.
 
     Choices are sorted if ``COUNTED``, the experts in ``totals``, is not zero. Rows of other
     ranks' experts are left as they are.
@@ -152,7 +153,8 @@ def _choices_kernel(  # type: ignore[no-untyped-def]
     if COUNTED:
         # Entries of the order behind those of this rank's experts are uninitialised.
         is_used = row < tl.sum(tl.load(totals + tl.arange(0, COUNTED)), 0)
-        choice, source = tl.load(order + row, mask=is_used, other=0), row
+        choice = tl.load(order + row, mask=is_used, other=0)
+        source = choice // CHOSEN if IS_GATHERED else row
     else:
         is_used, choice, source = row >= 0, row, row // CHOSEN
     expert = tl.load(ids + choice) - first_expert
@@ -190,15 +192,18 @@ class Choices(NamedTuple):
     """int32 [N]: the numbers of the choices sorted by expert, those of this rank's experts
     first; and int32 [X]: the number of each expert's choices, padded to a power of two."""
 
+    of_tokens: bool = False
+    """Whether inputs are the tokens' rows also with ``sorted_by``."""
+
 
 def quantize_choices(x: Tensor, choices: Choices, inputs: ByteInputs) -> tuple[Tensor, Tensor]:
     """FP8 values [N, D] and float32 scales [N]; a static scale is that of the expert.
 
-    Row n is that of choice n's token. With an order ``x`` is [N, D], and row n of ``x`` and of
-    the result belongs to the n-th choice of the order. Rows of other ranks' experts are
+    Row n is that of choice n's token; with an order that of the n-th choice of the order, of
+    ``x`` too, which is [N, D] then unless ``of_tokens``. Rows of other ranks' experts are
     uninitialised. As `quantize_tokens` otherwise.
     """
-    ids, first, count, by = choices
+    ids, first, count, by, of_tokens = choices
     rows, width, static = ids.numel(), x.shape[1], inputs.scale
     values_ND = torch.empty((rows, width), dtype=FP8, device=x.device)
     scales_N = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -209,7 +214,7 @@ def quantize_choices(x: Tensor, choices: Choices, inputs: ByteInputs) -> tuple[T
             x.stride(0), width, float(inputs.bound), first,
         )  # fmt: skip
         constants = (
-            count, ids.shape[1], totals.numel() if by else 0, static is not None,
+            count, ids.shape[1], totals.numel() if by else 0, of_tokens, static is not None,
             inputs.bound > 0, inputs.has_power_scales, padded_size(width),
         )  # fmt: skip
         _choices((rows, 1), args, constants, num_warps=token_warps(width))

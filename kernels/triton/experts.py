@@ -361,14 +361,15 @@ def expert_mlp(
 
 
 def add_parts(
-    parts_ND: Tensor, ids_TC: Tensor, num_experts: int, first_expert: int, like_TD: Tensor
+    parts_ND: Tensor, ids_TC: Tensor, num_experts: int, first_expert: int, like: Tensor
 ) -> Tensor:
-    """The sums [T, D] of the parts of each token's experts on this rank, as ``like``.
+    """The sums [T, D] of the parts of each token's experts on this rank, in the dtype of
+    ``like``.
 
     ``parts`` has as many rows for each choice [N, D], side by side, as it is longer than N.
     """
     (num_tokens, num_chosen), hidden = ids_TC.shape, parts_ND.shape[1]
-    output_TD = torch.empty((num_tokens, hidden), dtype=like_TD.dtype, device=like_TD.device)
+    output_TD = torch.empty((num_tokens, hidden), dtype=like.dtype, device=like.device)
     tile = min(padded_size(hidden), _SUM_TILE)
     shares = parts_ND.shape[0] // ids_TC.numel()
     constants = (hidden, num_experts, num_chosen, shares, tile)

@@ -3,6 +3,7 @@ registers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.integers import IntegerExperts
+from trimaran.kernels.integer_columns import Columns, narrowest
+from trimaran.kernels.integer_reference import stacked_zeros
+from trimaran.kernels.integers import IntegerExperts, IntegerWeight
 from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.triton.experts import (
     FIXED_ROWS,
@@ -39,6 +42,9 @@ _FULL_TILES = 264
 """Programs from which a product keeps all multiprocessors of the largest GPU busy."""
 
 _MAX_SHARES = 4
+
+_MANTISSA_BITS, _INFINITE = 23, 255
+"""The bits of float32 below its exponent, and the exponent of infinity and NaN."""
 
 
 class Cut(NamedTuple):
@@ -193,6 +199,38 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
 _multiply = Launcher(_experts_kernel)
 
 
+def expert_storage(weights: Sequence[IntegerWeight]) -> IntegerExperts:
+    """See `Ops.integer_expert_storage` and `expert_mlp`."""
+    columns = Columns.of_experts(weights)
+    step, bits = columns[0].step, weights[0].bits
+    values = torch.stack(
+        [own.packed(weight).view(len(weight.values), -1, step * bits // 8)
+         for weight, own in zip(weights, columns, strict=True)]
+    )  # fmt: skip
+    scales = torch.stack([each.scales for each in weights]).transpose(1, 2).contiguous()
+    zeros = stacked_zeros(weights)
+    orders = [each.order.to(torch.int32) for each in columns if each.order is not None]
+    return IntegerExperts(
+        values,
+        _exponents(scales) if weights[0].is_fp4 else scales.to(narrowest([scales])),
+        None if zeros is None else zeros.transpose(1, 2).contiguous(),
+        torch.stack([each.groups for each in columns]),
+        torch.stack(orders) if orders else None,
+        bits,
+        step,
+        weights[0].is_fp4,
+    )
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """uint8: the exponent bits of scales that are normal powers of two; else the scales in the
+    narrowest dtype."""
+    bits = scales.view(torch.int32)
+    exponents = bits >> _MANTISSA_BITS
+    is_power = (exponents << _MANTISSA_BITS == bits) & (exponents > 0) & (exponents < _INFINITE)
+    return exponents.to(torch.uint8) if bool(is_power.all()) else scales.to(narrowest([scales]))
+
+
 def choose_cuts(
     average: int, num_choices: int, shape: tuple[int, int], num_steps: int
 ) -> tuple[Cut, Cut]:
@@ -247,15 +285,40 @@ def expert_mlp(
         num_steps = down.values.shape[2]
         cuts = choose_cuts(average, num_choices, (inner, hidden), num_steps)
     by_expert = sort_assignments(ids_TC, num_experts, first_expert)
-    device = x_TD.device
-    inner_NF = torch.empty((num_choices, inner), dtype=x_TD.dtype, device=device)
-    matrices = gate_up, form
-    _product(cuts[0], by_expert, (x_TD, inner_NF), matrices, weights_TC, is_gated=True)
-    rows = num_choices * cuts[1].shares
-    parts_ND = torch.empty((rows, hidden), dtype=torch.float32, device=device)
-    matrices = down, form
-    _product(cuts[1], by_expert, (inner_NF, parts_ND), matrices, weights_TC, is_gated=False)
-    return add_parts(parts_ND, ids_TC, num_experts, first_expert, x_TD)
+    inner_NF = gated_rows(x_TD, by_expert, (gate_up, form), weights_TC, cuts[0])
+    choices = weights_TC, ids_TC, first_expert
+    return weighted_sums(inner_NF, by_expert, (down, form), choices, cuts[1])
+
+
+def gated_rows(
+    x_TD: Tensor,
+    by_expert: SortedAssignments,
+    matrices: tuple[IntegerExperts, ExpertForm | None],
+    weights_TC: Tensor,
+    cut: Cut,
+) -> Tensor:
+    """SwiGLU of the choices' tokens [N, F], in the order by expert."""
+    inner = matrices[0].values.shape[1] // 2
+    inner_NF = torch.empty((weights_TC.numel(), inner), dtype=x_TD.dtype, device=x_TD.device)
+    _product(cut, by_expert, (x_TD, inner_NF), matrices, weights_TC, is_gated=True)
+    return inner_NF
+
+
+def weighted_sums(
+    inner_NF: Tensor,
+    by_expert: SortedAssignments,
+    matrices: tuple[IntegerExperts, ExpertForm | None],
+    choices: tuple[Tensor, Tensor, int],
+    cut: Cut,
+) -> Tensor:
+    """The sums [T, D] of each token's products; ``choices`` are their weights and ids [T, C],
+    and the rank's first expert."""
+    weights_TC, ids_TC, first_expert = choices
+    num_experts, hidden = matrices[0].values.shape[:2]
+    rows = ids_TC.numel() * cut.shares
+    parts_ND = torch.empty((rows, hidden), dtype=torch.float32, device=inner_NF.device)
+    _product(cut, by_expert, (inner_NF, parts_ND), matrices, weights_TC, is_gated=False)
+    return add_parts(parts_ND, ids_TC, num_experts, first_expert, inner_NF)
 
 
 def _product(

@@ -8,7 +8,7 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from trimaran.kernels.experts import MeasuredExperts
+from trimaran.kernels.experts.floats import MeasuredExperts
 from trimaran.kernels.tables.grouped_table import Cut, GroupedTable
 from trimaran.kernels.tuning.expert_candidates import MixtureSizes
 from trimaran.kernels.tuning.graph_timing import captured, replays_s

@@ -38,49 +38,72 @@ _BYTES_PER_S = 10e6
 """What a waiting byte counts: work of so many bytes more begins a second later."""
 
 
+_LONG_BYTES = 1 << 20
+"""Work over this size runs alone in its kind: a megabyte of JSON may become 30 MB of values."""
+
+_Waiting = list[tuple[float, int, asyncio.Future[None]]]
+
+
 class SizeOrderedSlots:
     """A number of slots that short work gets before long work.
 
     Work is ordered by its arrival plus a time in proportion to its size: short work overtakes
-    long work, and long work is overtaken for a bounded time only.
+    long work, and long work is overtaken for a bounded time only. Work of more than
+    ``long_bytes`` has one of the slots at most, for the memory.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, long_bytes: int = _LONG_BYTES) -> None:
         self._num_free = num_slots
+        self._long_bytes = long_bytes
+        self._has_long = False
         self._order = itertools.count()
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._short: _Waiting = []
+        self._long: _Waiting = []
 
     @asynccontextmanager
     async def slot(self, num_bytes: int) -> AsyncIterator[None]:
         """Hold a slot for work of so many bytes; the wait for the slot may be cancelled."""
-        await self._acquire(num_bytes)
+        is_long = num_bytes > self._long_bytes
+        await self._acquire(num_bytes, is_long=is_long)
         try:
             yield
         finally:
-            self._release()
+            self._release(is_long=is_long)
 
-    async def _acquire(self, num_bytes: int) -> None:
-        if self._num_free > 0:
-            self._num_free -= 1
-            return
+    async def _acquire(self, num_bytes: int, *, is_long: bool) -> None:
         loop = asyncio.get_running_loop()
         granted: asyncio.Future[None] = loop.create_future()
         due = loop.time() + num_bytes / _BYTES_PER_S
-        heapq.heappush(self._waiting, (due, next(self._order), granted))
+        queue = self._long if is_long else self._short
+        heapq.heappush(queue, (due, next(self._order), granted))
+        self._grant()
         try:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                self._release()
+                self._release(is_long=is_long)
             raise
 
-    def _release(self) -> None:
-        while self._waiting:
-            _, _, granted = heapq.heappop(self._waiting)
-            if not granted.done():
-                granted.set_result(None)
-                return
+    def _release(self, *, is_long: bool) -> None:
         self._num_free += 1
+        if is_long:
+            self._has_long = False
+        self._grant()
+
+    def _grant(self) -> None:
+        """Give free slots to the work that is due first."""
+        while self._num_free > 0:
+            for queue in (self._short, self._long):
+                while queue and queue[0][2].done():
+                    heapq.heappop(queue)
+            queues = [self._short] if self._has_long else [self._short, self._long]
+            queues = [queue for queue in queues if queue]
+            if not queues:
+                return
+            queue = min(queues, key=lambda each: each[0][:2])
+            self._num_free -= 1
+            self._has_long |= queue is self._long
+            heapq.heappop(queue)[2].set_result(None)
 
 
 _NUM_PROCESSES = 2

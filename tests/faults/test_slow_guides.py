@@ -27,7 +27,7 @@ def _schema(first: int) -> str:
 
 
 def _choice(first: int) -> str:
-    texts = [f"value {first} {place * 7919 % 1000003}" for place in range(20_000)]
+    texts = [f"value {first} {place * 7919 % 1000003}" for place in range(12_000)]
     return json.dumps(texts)
 
 

@@ -10,6 +10,7 @@ from tests.unit.worker.models import models
 from tests.unit.worker.quantization import checkpoints
 from trimaran.kernels import byte_reference
 from trimaran.kernels.gpu import TritonOps
+from trimaran.kernels.integer_products import IntegerProducts
 from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, Fp8Experts
 
 pytestmark = pytest.mark.gpu
@@ -48,20 +49,28 @@ def make(form, tokens, size):
     return x, weights, ids.int(), gate_up, experts_of(form, count, hidden, inner)
 
 
+def ops_of(kernel, *, is_fixed=False):
+    """The operators; ``kernel`` is "cuda" for Hopper's kernel, or "triton"."""
+    dtype = torch.bfloat16 if kernel == "cuda" else None
+    return TritonOps(is_deterministic=is_fixed, integers=IntegerProducts(dtype, is_fixed))
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16, 300])
-def test_sums_are_those_of_the_plain_twin(form, tokens, size, is_fixed):
+def test_sums_are_those_of_the_plain_twin(form, tokens, size, is_fixed, kernel):
     inputs = make(form, tokens, size)
-    found = TritonOps(is_deterministic=is_fixed).fp8_expert_mlp(*inputs)
+    found = ops_of(kernel, is_fixed=is_fixed).fp8_expert_mlp(*inputs)
     assert error(found, byte_reference.expert_mlp(*inputs)) < TOLERANCE
 
 
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_fixed_result_of_a_token_does_not_depend_on_other_tokens(form):
+def test_a_fixed_result_of_a_token_does_not_depend_on_other_tokens(form, kernel):
     x, weights, ids, gate_up, down = make(form, 130, "qwen3")
-    ops = TritonOps(is_deterministic=True)
+    ops = ops_of(kernel, is_fixed=True)
     whole = ops.fp8_expert_mlp(x, weights, ids, gate_up, down)
     for row in (0, 77, 129):
         one = slice(row, row + 1)
@@ -69,10 +78,11 @@ def test_a_fixed_result_of_a_token_does_not_depend_on_other_tokens(form):
         assert alone.equal(whole[one])
 
 
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_are_captured_in_a_graph(form):
+def test_experts_are_captured_in_a_graph(form, kernel):
     x, weights, ids, gate_up, down = make(form, 16, "qwen3")
-    ops = TritonOps()
+    ops = ops_of(kernel)
     ops.fp8_expert_mlp(x, weights, ids, gate_up, down)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,7 +9,7 @@ import torch
 
 from trimaran.kernels import reference
 from trimaran.kernels.cuda.grouped_gemm import GroupedGemm
-from trimaran.kernels.experts import MeasuredExperts
+from trimaran.kernels.experts.floats import MeasuredExperts
 from trimaran.kernels.routing import ExpertRouting
 from trimaran.kernels.tables.grouped_table import GroupedShape, GroupedTable, stack_name
 from trimaran.kernels.triton.routing import choose_experts

@@ -10,7 +10,9 @@ from tests.unit.worker.models import models
 from tests.unit.worker.quantization import integer_checkpoints
 from tests.unit.worker.quantization.integer_checkpoints import FORMS
 from trimaran.kernels import integer_reference
+from trimaran.kernels.cuda import integer_experts as cuda_experts
 from trimaran.kernels.gpu import TritonOps
+from trimaran.kernels.integer_products import IntegerProducts
 from trimaran.kernels.integer_reference import pack
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.kernels.routing import ExpertForm
@@ -61,38 +63,41 @@ def make(kind, tokens, size):
     return (x, weights, ids.int()), gate_up, experts_of(kind, count, hidden, inner)
 
 
+def ops_of(kernel, *, is_fixed=False):
+    """The operators; ``kernel`` is "cuda" for Hopper's kernel, or "triton"."""
+    dtype = torch.bfloat16 if kernel == "cuda" else None
+    return TritonOps(is_deterministic=is_fixed, integers=IntegerProducts(dtype, is_fixed))
+
+
+def store(ops, gate_up, down):
+    return (
+        ops.integer_expert_storage(gate_up, is_gated=True),
+        ops.integer_expert_storage(down, is_gated=False),
+    )
+
+
+def form_of(size, gate_up, down):
+    if size not in OSS:
+        return None
+    biases = [
+        torch.randn(len(each), each[0].shape[0], device=DEVICE) for each in (gate_up, down)
+    ]
+    return ExpertForm(*(each.bfloat16() for each in biases), alpha=1.702, limit=7.0)
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_sums_are_those_of_the_plain_twin(kind, size):
+def test_sums_are_those_of_the_plain_twin(kind, size, kernel):
     _, gate_up, down = make(kind, 1, size)
     defined = [integer_reference.expert_storage(each) for each in (gate_up, down)]
+    form = form_of(size, gate_up, down)
+    count, chosen, hidden, _ = SIZES[size]
     for is_fixed in (False, True):
-        ops = TritonOps(is_deterministic=is_fixed)
-        stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
+        ops = ops_of(kernel, is_fixed=is_fixed)
+        stored = store(ops, gate_up, down)
         for tokens in (1, 16, 300):
-            count, chosen, hidden, _ = SIZES[size]
             x = torch.randn((tokens, hidden), device=DEVICE).bfloat16()
-            weights, ids = torch.rand((tokens, count), device=DEVICE).topk(chosen)
-            found = ops.integer_expert_mlp(x, weights, ids.int(), *stored)
-            expected = integer_reference.expert_mlp(x, weights, ids.int(), *defined)
-            assert error(found, expected) < TOLERANCE, (is_fixed, tokens)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", OSS)
-def test_experts_of_gpt_oss_are_those_of_the_plain_twin(size, dtype):
-    _, gate_up, down = make("fp4", 1, size)
-    count, chosen, hidden, inner = SIZES[size]
-    biases = [
-        torch.randn((count, each), device=DEVICE).to(dtype) for each in (2 * inner, hidden)
-    ]
-    form = ExpertForm(*biases, alpha=1.702, limit=2.0)
-    defined = [integer_reference.expert_storage(each) for each in (gate_up, down)]
-    for is_fixed in (False, True):
-        ops = TritonOps(is_deterministic=is_fixed)
-        stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
-        for tokens in (1, 16, 300):
-            x = torch.randn((tokens, hidden), device=DEVICE).to(dtype)
             weights, ids = torch.rand((tokens, count), device=DEVICE).topk(chosen)
             choice = x, weights, ids.int()
             found = ops.integer_expert_mlp(*choice, *stored, 0, form)
@@ -100,10 +105,43 @@ def test_experts_of_gpt_oss_are_those_of_the_plain_twin(size, dtype):
             assert error(found, expected) < TOLERANCE, (is_fixed, tokens)
 
 
-def test_a_fixed_result_of_a_token_does_not_depend_on_other_tokens():
+def test_the_cuda_kernel_takes_what_its_units_hold():
+    for kind in KINDS:
+        _, gate_up, down = make(kind, 1, "oss odd")
+        stored = store(ops_of("cuda"), gate_up, down)
+        assert all(each.packing is not None for each in stored), kind
+    _, gate_up, down = make("fp4", 1, "odd")
+    stored = store(ops_of("cuda"), gate_up, down)
+    # Inputs that are no multiple of 32 leave a group incomplete.
+    assert [each.packing is None for each in stored] == [True, True]
+
+
+@pytest.mark.parametrize("cut", cuda_experts.CUTS)
+@pytest.mark.parametrize("kind", ["fp4", "groups", "rows"])
+def test_rows_do_not_depend_on_the_cut_and_on_other_rows(kind, cut):
+    (x, _, _), gate_up, _ = make(kind, 300, "qwen3")
+    gate_up = gate_up[:5]
+    stored = ops_of("cuda").integer_expert_storage(gate_up, is_gated=True)
+    totals = torch.tensor([1, 0, 140, 33, 90], dtype=torch.int32, device=DEVICE)
+    x = x[:264].contiguous()
+    found = cuda_experts.multiply(x, stored, totals, None, is_gated=True, cut=cut)
+    first = 0
+    for expert, count in enumerate(totals.tolist()):
+        for row in {first, first + count - 1} if count else ():
+            one = torch.zeros_like(totals)
+            one[expert] = 1
+            alone = cuda_experts.multiply(
+                x[row : row + 1].clone(), stored, one, None, is_gated=True
+            )
+            assert alone[0].equal(found[row])
+        first += count
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
+def test_a_fixed_result_of_a_token_does_not_depend_on_other_tokens(kernel):
     (x, weights, ids), gate_up, down = make("zeros", 130, "qwen3")
-    ops = TritonOps(is_deterministic=True)
-    stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
+    ops = ops_of(kernel, is_fixed=True)
+    stored = store(ops, gate_up, down)
     whole = ops.integer_expert_mlp(x, weights, ids, *stored)
     for row in (0, 77, 129):
         one = slice(row, row + 1)
@@ -111,10 +149,28 @@ def test_a_fixed_result_of_a_token_does_not_depend_on_other_tokens():
         assert alone.equal(whole[one])
 
 
-def test_experts_are_captured_in_a_graph():
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
+def test_experts_of_other_ranks_are_left_out(kernel):
+    (x, weights, ids), gate_up, down = make("groups", 40, "mixtral")
+    ops = ops_of(kernel)
+    whole = ops.integer_expert_mlp(x, weights, ids, *store(ops, gate_up, down))
+    halves = [
+        ops.integer_expert_mlp(
+            x, weights, ids, *store(ops, gate_up[part], down[part]), part.start
+        )
+        for part in (slice(0, 4), slice(4, 8))
+    ]
+    assert error(halves[0].float() + halves[1].float(), whole) < TOLERANCE
+    none = torch.full_like(ids, 4)
+    away = ops.integer_expert_mlp(x, weights, none, *store(ops, gate_up[:4], down[:4]))
+    assert not away.any()
+
+
+@pytest.mark.parametrize("kernel", ["cuda", "triton"])
+def test_experts_are_captured_in_a_graph(kernel):
     inputs, gate_up, down = make("groups", 16, "qwen3")
-    ops = TritonOps()
-    stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
+    ops = ops_of(kernel)
+    stored = store(ops, gate_up, down)
     ops.integer_expert_mlp(*inputs, *stored)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

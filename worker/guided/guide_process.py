@@ -39,8 +39,8 @@ COMPLETE, OPEN, REJECTED = 1, 0, -1
 
 _PR_SET_PDEATHSIG = 1
 _CACHE_BYTES = 1 << 25
-_MAX_GROWTH_BYTES = 512 << 20
-"""Memory that the outputs of a compiled guide may take."""
+_GROWTH_SHARE = 4
+"""The outputs of a compiled guide may take a part of the guide's memory: one by this."""
 
 _NICE, _SLOW_NICE = 5, 10
 SLOW_S = 0.01
@@ -154,7 +154,8 @@ class _Copy:
         answer = self._compiled(kind, guide)
         signal.alarm(0)
         num_bytes = _memory_bytes()
-        _limit_memory(min(num_bytes + _MAX_GROWTH_BYTES, self._first_bytes + self._max_bytes))
+        growth = self._max_bytes // _GROWTH_SHARE
+        _limit_memory(min(num_bytes + growth, self._first_bytes + self._max_bytes))
         self._connection.send_bytes((answer or str(num_bytes - self._first_bytes)).encode())
 
     def _compiled(self, kind: str, guide: str) -> str:

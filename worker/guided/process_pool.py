@@ -29,9 +29,9 @@ _POLL_S = 0.05
 _LATER_S = 0.2
 """Time within which the copies of a killed process end."""
 _ATTEMPTS = 3
-_MAX_BYTES = 2 << 30
-_MAX_TOTAL_BYTES = 4 << 30
-"""Memory of all compiled guides, as far as no request uses them."""
+_MAX_BYTES, _BYTES, _BYTES_AN_ID = 2 << 30, 96 << 20, 15 << 10
+"""Memory of a guide: at most, and in proportion to the vocabulary, whose masks XGrammar keeps:
+1.9 GiB for 128,256 ids."""
 _MAX_IDLE = 16
 """Processes that keep a compiled guide which no request uses."""
 # The process forks, and must have a single thread for this. Heaps of further threads would also
@@ -59,17 +59,18 @@ class GuideProcesses:
         *,
         step_timeout_s: float = 1.0,
         max_processes: int = 64,
-        max_bytes: int = _MAX_BYTES,
+        max_bytes: int = 0,
     ) -> None:
         """Start the first process in the background, which takes some seconds.
 
-        ``library_text`` is `Library.to_text`; a guide may take ``max_bytes`` of memory.
+        ``library_text`` is `Library.to_text`; a guide may take ``max_bytes`` of memory, or by
+        default what suits the vocabulary.
         """
         self._library_text = library_text
         self._mask_bytes = 4 * -(-vocab_size // 32)
         self._step_timeout_s = step_timeout_s
         self._max_processes = max_processes
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes or min(_BYTES + _BYTES_AN_ID * vocab_size, _MAX_BYTES)
         self._changed = threading.Condition()
         """Guards all fields below: guides are compiled in threads."""
         self._is_closed = False
@@ -250,7 +251,7 @@ class GuideProcesses:
         """End idle processes beyond the limits, the least recently used first."""
         processes = (*self._users, *self._idle.values())
         num_bytes = sum(process.num_bytes for process in processes)
-        while self._idle and (num_bytes > _MAX_TOTAL_BYTES or len(self._idle) > _MAX_IDLE):
+        while self._idle and (num_bytes > self._max_bytes or len(self._idle) > _MAX_IDLE):
             process = self._idle.popitem(last=False)[1]
             num_bytes -= process.num_bytes
             process.close()

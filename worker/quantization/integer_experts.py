@@ -78,7 +78,7 @@ class IntegerExpertMethod:
         weights = {name: self.weights_of(layer, name) for name in layer.matrices}
         layer._parameters.clear()
         for name in layer.matrices:
-            stored = self._ops.integer_expert_storage(weights[name])
+            stored = self._ops.integer_expert_storage(weights[name], is_gated=name == "gate_up")
             tensors = stored.tensors()
             for field, tensor in tensors.items():
                 own = nn.Parameter(tensor, requires_grad=False)

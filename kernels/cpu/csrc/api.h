@@ -44,6 +44,9 @@ struct IntegerArgs {
 };
 void trimaran_integer_linear(const IntegerArgs* args);
 
+// Whether these products use tile instructions for many rows.
+long trimaran_has_integer_tiles();
+
 // Whether products of bf16 use tile instructions.
 long trimaran_has_amx();
 

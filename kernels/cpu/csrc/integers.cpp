@@ -1,18 +1,16 @@
 // y = x @ w.T + bias over weights of 4 or 8 bits, integers or FP4 numbers, with a scale for each
 // output and segment of k.
 //
-// x becomes 16-bit integers with a power of two as the scale of each segment, which holds bf16
-// values within 2^-7 of the segment's largest exactly, or bytes with a scale a row. Products are
-// added up as integers inside a segment, then as floats, in one order whatever the rows.
+// Products are added up as integers inside a segment, then as floats, in one order whatever the
+// rows and the instructions. `integers.h` turns x into integers.
 //
 // Sixteen outputs are a block. Memory holds a block's pairs (8 bits) or fours (4 bits) of k one
 // after another: 32 bytes with the integers of each output side by side.
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <vector>
 
 #include "api.h"
+#include "integers.h"
+#include "integers_amx.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -20,15 +18,7 @@ namespace trimaran {
 namespace {
 
 constexpr int kMaxRows = HAS_AVX512 ? 8 : 4;
-constexpr long kBlock = 16;
-constexpr long kStep = 4;
 constexpr __mmask16 kAll = 0xffff;
-
-// The numbers of a weight: integers of 4 or 8 bits, or FP4 (E2M1) in 4 bits.
-enum Form { kFour, kEight, kFp4 };
-constexpr long bits_of(int form) { return form == kEight ? 8 : 4; }
-// Twice the number of each FP4 code.
-#define FP4_HALVES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 
 #if HAS_AVX512
 using Words = __m512i;
@@ -116,124 +106,6 @@ INLINE __m512 to_floats(Words sums, int less) {
           _mm256_cvtepi32_ps(_mm256_sub_epi32(sums.hi, by))};
 }
 #endif
-
-INLINE float to_float(float x) { return x; }
-INLINE float to_float(bf16 x) {
-  uint32_t bits = (uint32_t)x.bits << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-INLINE float to_float(f16 x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits))); }
-
-INLINE uint32_t magnitude_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits & 0x7fffffff;
-}
-
-// The rows of x as integers. Rows of floats become two: the rest of the first, 2^-15 of its unit.
-struct Inputs {
-  std::vector<int16_t> values;  // [rows, k]
-  std::vector<float> scales;    // [rows, segments]
-  std::vector<int32_t> sums;    // [rows, segments]
-  std::vector<float> row_scales;
-  std::vector<float> floats;
-  long rows;
-};
-
-constexpr uint32_t kInfinite = 0x7f800000;
-
-// The power of two by which values below 2 * 2^exponent become less than 2^15.
-INLINE float power_for(uint32_t largest) {
-  int exponent = std::max((int)(largest >> 23) - 127, -100);
-  return std::ldexp(1.0f, 14 - exponent);
-}
-
-void quantize_segment(const float* x, long count, bool has_rest, int16_t* values,
-                      int16_t* rest, float* scale, float* rest_scale, int32_t sums[2]) {
-  uint32_t largest = 0;
-  for (long i = 0; i < count; ++i) largest = std::max(largest, magnitude_bits(x[i]));
-  sums[0] = sums[1] = 0;
-  if (largest >= kInfinite) {
-    // Infinities and NaN in, NaN out.
-    std::fill(values, values + count, (int16_t)0);
-    if (has_rest) std::fill(rest, rest + count, (int16_t)0);
-    *scale = *rest_scale = NAN;
-    return;
-  }
-  float by = power_for(largest);
-  *scale = 1.0f / by;
-  *rest_scale = *scale / 32768.0f;
-  for (long i = 0; i < count; ++i) {
-    float scaled = x[i] * by;
-    float whole = std::min(std::nearbyintf(scaled), 32767.0f);
-    values[i] = (int16_t)whole;
-    sums[0] += (int32_t)whole;
-    if (has_rest) {
-      float less = std::nearbyintf((scaled - whole) * 32768.0f);
-      less = std::min(std::max(less, -32767.0f), 32767.0f);
-      rest[i] = (int16_t)less;
-      sums[1] += (int32_t)less;
-    }
-  }
-}
-
-// Signed bytes of a row, with the weight's scale of inputs, or one scale: 1/127 of the largest.
-void quantize_row(const IntegerWeights& w, const float* x, int16_t* values, float* scales,
-                  int32_t* sums, float* row_scale) {
-  float largest = 0.0f;
-  bool is_finite = true;
-  for (long i = 0; i < w.k; ++i) {
-    is_finite &= magnitude_bits(x[i]) < kInfinite;
-    largest = std::max(largest, std::fabs(x[i]));
-  }
-  float scale = w.input_scale > 0 ? (float)w.input_scale : std::max(largest, 1e-10f) / 127.0f;
-  *row_scale = is_finite ? scale : NAN;
-  float by = is_finite ? 1.0f / *row_scale : 0.0f;
-  for (long s = 0; s < w.num_segments; ++s) {
-    const int32_t* segment = w.segments + 3 * s;
-    int32_t sum = 0;
-    for (long i = segment[0]; i < segment[0] + segment[1]; ++i) {
-      float whole = is_finite ? std::nearbyintf(x[i] * by) : 0.0f;
-      values[i] = (int16_t)std::min(std::max(whole, -127.0f), 127.0f);
-      sum += values[i];
-    }
-    sums[s] = sum;
-    scales[s] = 1.0f;
-  }
-}
-
-template <class T>
-void quantize(const IntegerArgs& a, const IntegerWeights& w, long row, Inputs& in) {
-  constexpr bool kHasRest = sizeof(T) == 4;
-  long copies = kHasRest && !w.has_byte_inputs ? 2 : 1, at = row * copies;
-  const T* x = (const T*)a.x + row * a.x_stride;
-  float* floats = in.floats.data() + row * w.k;
-  if (w.order)
-    for (long i = 0; i < w.k; ++i) floats[i] = w.order[i] < 0 ? 0.0f : to_float(x[w.order[i]]);
-  else
-    for (long i = 0; i < w.k; ++i) floats[i] = to_float(x[i]);
-  int16_t* values = in.values.data() + at * w.k;
-  float* scales = in.scales.data() + at * w.num_segments;
-  int32_t* sums = in.sums.data() + at * w.num_segments;
-  for (long copy = 0; copy < copies; ++copy) in.row_scales[at + copy] = 1.0f;
-  if (w.has_byte_inputs)
-    return quantize_row(w, floats, values, scales, sums, &in.row_scales[at]);
-  for (long s = 0; s < w.num_segments; ++s) {
-    const int32_t* segment = w.segments + 3 * s;
-    int32_t both[2];
-    float rest_scale;
-    long first = segment[0];
-    quantize_segment(floats + first, segment[1], copies == 2, values + first,
-                     values + w.k + first, scales + s, &rest_scale, both);
-    sums[s] = both[0];
-    if (copies == 2) {
-      scales[w.num_segments + s] = rest_scale;
-      sums[w.num_segments + s] = both[1];
-    }
-  }
-}
 
 // Adds up one segment's products of R rows and N blocks, whose bytes lie `stride` apart. Bytes are
 // prefetched `ahead` of their use; 0 disables prefetching.
@@ -345,6 +217,8 @@ struct Product {
   const IntegerArgs& a;
   const IntegerWeights& w;
   const Inputs& in;
+  const IntegerTiles& tiles;
+  const ByteRows* tile_rows;  // null: no tile instructions
   long copies;
 
   // Rows of integers from `row` on, whose pairs are one row of floats.
@@ -381,6 +255,22 @@ struct Product {
     }
   }
 
+#if HAS_AMX_INT8
+  // Blocks [first, end) by tile instructions.
+  void tile_blocks(long first, long end) const {
+    alignas(64) float sums[kTileRows * kTileBlocks * kBlock];
+    begin_integer_tiles(tiles, in.rows);
+    for (long row = 0; row < in.rows; row += kTileRows)
+      for (long n = first; n < end; n += kTileBlocks) {
+        long rows = std::min(kTileRows, in.rows - row);
+        long num_blocks = std::min(kTileBlocks, end - n);
+        integer_tiles({w, in, tiles, *tile_rows, row, rows, n, num_blocks, sums});
+        write(sums, row, rows, n, num_blocks);
+      }
+    end_integer_tiles();
+  }
+#endif
+
   void run() const {
     Pool& pool = Pool::get();
     long count = (w.outputs + kBlock - 1) / kBlock;
@@ -389,6 +279,9 @@ struct Product {
     long width = std::max(1l, std::min(65536 / bytes, (count + pool.size() - 1) / pool.size()));
     pool.each((count + width - 1) / width, [&](long item) {
       long n = item * width, end = std::min(n + width, count);
+#if HAS_AMX_INT8
+      if (tile_rows) return tile_blocks(n, end);
+#endif
       // Two blocks share the loads of x; the registers of AVX2 hold one.
       if constexpr (HAS_AVX512)
         for (; n + 2 <= end; n += 2) blocks<2>(n);
@@ -401,6 +294,7 @@ template <class T>
 void run(const IntegerArgs& a) {
   // Kept for the next call: one caller at a time.
   static Inputs in;
+  static ByteRows tile_rows;
   const IntegerWeights& w = *a.weight;
   long copies = sizeof(T) == 4 && !w.has_byte_inputs ? 2 : 1;
   in.rows = a.rows * copies;
@@ -411,15 +305,26 @@ void run(const IntegerArgs& a) {
     in.sums.resize(in.rows * w.num_segments);
   }
   if ((long)in.row_scales.size() < in.rows) in.row_scales.resize(in.rows);
-  Pool::get().each(a.rows, [&](long row) { quantize<T>(a, w, row, in); });
+  const IntegerTiles tiles = IntegerTiles::of(w);
+  const bool has_tiles = integer_tiles_fit(tiles, in.rows);
+  if (has_tiles) tile_rows.resize(w, tiles, in.rows);
+  Pool::get().each(a.rows, [&](long row) {
+    quantize<T>(a, w, row, in);
+    for (long copy = 0; has_tiles && copy < copies; ++copy)
+      tile_rows.pack(w, tiles, in, row * copies + copy);
+  });
   if (a.float_output)
-    Product<T, float>{a, w, in, copies}.run();
+    Product<T, float>{a, w, in, tiles, has_tiles ? &tile_rows : nullptr, copies}.run();
   else
-    Product<T, T>{a, w, in, copies}.run();
+    Product<T, T>{a, w, in, tiles, has_tiles ? &tile_rows : nullptr, copies}.run();
 }
 
 }  // namespace
 }  // namespace trimaran
+
+extern "C" long trimaran_has_integer_tiles() {
+  return HAS_AMX_INT8 && trimaran::amx_is_usable();
+}
 
 extern "C" void trimaran_integer_linear(const IntegerArgs* args) {
   using namespace trimaran;

@@ -11,22 +11,34 @@
 // GROUPED_EXPERTS: at least the number of experts. GEMM_GATED: w[expert] holds gate rows above
 // as many up rows; out = silu(x @ gate.T) * (x @ up.T). Copies put 8 gate rows and their 8 up
 // rows next to each other, so that one thread gets both. GEMM_FLOAT16: float16 instead of
-// bfloat16.
+// bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in bfloat16, with scales
+// (grouped_scales.cuh). The matrix units' own sums of FP8 have 22 bits: they are added to float32
+// after each 128 inputs.
 #include "grouped_tiles.cuh"
 #include "results.cuh"
 #include "wide_product.cuh"
+#ifdef GEMM_FP8
+#include "grouped_scales.cuh"
+#endif
 
 namespace {
 
+// d = or += w @ x.T with 16 x CHUNKS rows of x.
 template <int CHUNKS>
 struct Product;
 
 #define PRODUCT_OF(chunks)                                                                   \
     template <>                                                                              \
     struct Product<chunks> {                                                                 \
-        static __device__ __forceinline__ void add(float (&d)[8 * GEMM_CHUNKS], u64 w,       \
-                                                   u64 x) {                                  \
+        template <int SUMS>                                                                  \
+        static __device__ __forceinline__ void add(float (&d)[SUMS], u64 w, u64 x) {         \
             asm volatile(CODE(JOIN(SHAPE_, chunks), JOIN(LIST_, chunks), OPERAND_TYPE, "1")  \
+                         : JOIN(SUMS_, chunks)                                               \
+                         : "l"(w), "l"(x));                                                  \
+        }                                                                                    \
+        template <int SUMS>                                                                  \
+        static __device__ __forceinline__ void put(float (&d)[SUMS], u64 w, u64 x) {         \
+            asm volatile(CODE(JOIN(SHAPE_, chunks), JOIN(LIST_, chunks), OPERAND_TYPE, "0")  \
                          : JOIN(SUMS_, chunks)                                               \
                          : "l"(w), "l"(x));                                                  \
         }                                                                                    \
@@ -221,6 +233,50 @@ __device__ __forceinline__ void store_run(const Arguments& args, const Work& wor
     }
 }
 
+#ifdef GEMM_FP8
+// Multiplies and stores one run. Products that run while others are added up are serialised by the
+// compiler, and slower.
+template <int CHUNKS>
+__device__ __forceinline__ void make_run(const Arguments& args, const Work& work, Ring& ring,
+                                         float (&sums)[GROUPED_MI][8 * GEMM_CHUNKS]) {
+    float short_sums[GROUPED_MI][8 * CHUNKS];
+    Scales<CHUNKS> scales(args, work);
+#pragma unroll
+    for (int i = 0; i < GROUPED_MI; ++i) {
+#pragma unroll
+        for (int n = 0; n < 8 * CHUNKS; ++n) sums[i][n] = 0.0f;
+    }
+    for (int step = 0; step < args.inner_steps; ++step, ring.advance()) {
+        scales.load_step(args, step);
+        barrier_wait(ring.filled(), ring.parity);
+        const u64 w = operand(ring.w() + threadIdx.x / 128 * GROUPED_MI * 64 * kRowBytes, 16);
+        const u64 x = operand(ring.x(), 16);
+        products_fence();
+#pragma unroll
+        for (int k = 0; k < kRowBytes / 32; ++k) {
+#pragma unroll
+            for (int i = 0; i < GROUPED_MI; ++i) {
+                const u64 rows = w + i * (64 * kRowBytes / 16) + 2 * k;
+                if (k == 0) {
+                    Product<CHUNKS>::put(short_sums[i], rows, x);
+                } else {
+                    Product<CHUNKS>::add(short_sums[i], rows, x + 2 * k);
+                }
+            }
+        }
+        products_commit();
+        products_wait<0>();
+        release(args, ring.released());
+#pragma unroll
+        for (int i = 0; i < GROUPED_MI; ++i) {
+            pin(short_sums[i]);
+            scales.add(i, short_sums[i], sums[i]);
+        }
+    }
+    scales.apply(sums);
+    store_run<CHUNKS>(args, work, sums);
+}
+#else
 // Multiplies and stores one run.
 template <int CHUNKS>
 __device__ __forceinline__ void make_run(const Arguments& args, const Work& work, Ring& ring,
@@ -252,6 +308,7 @@ __device__ __forceinline__ void make_run(const Arguments& args, const Work& work
     release(args, last);
     store_run<CHUNKS>(args, work, sums);
 }
+#endif
 
 // The narrowest instruction that is wide enough.
 template <int CHUNKS>

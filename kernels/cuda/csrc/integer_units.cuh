@@ -10,7 +10,7 @@
 //
 // INT_BITS: 4 or 8. INT_GROUPS: groups of inputs in a unit: 1, 2 or 4. INT_ZEROS: 1 where groups
 // have zeros; otherwise half of the range stands for zero. INT_SCALES: 0 for bfloat16 scales, 1
-// for float16, 2 for float32.
+// for float16, 2 for float32, 3 for exponents of one byte (fp4_units.cuh).
 #pragma once
 
 #include "tile_ring.cuh"
@@ -20,7 +20,7 @@ namespace {
 constexpr int kUnitOutputs = 64, kUnitInputs = 128;
 constexpr int kWords = INT_BITS == 4 ? 8 : 16;
 constexpr int kValuesBytes = kWords * 128 * 4;
-constexpr int kScaleBytes = INT_SCALES == 2 ? 256 : 128;
+constexpr int kScaleBytes = INT_SCALES == 3 ? 64 : INT_SCALES == 2 ? 256 : 128;
 constexpr int kZeroBytes = INT_ZEROS ? 128 : 0;
 constexpr int kUnitBytes = kValuesBytes + INT_GROUPS * (kScaleBytes + kZeroBytes);
 constexpr int kSteps = kUnitInputs / 16;

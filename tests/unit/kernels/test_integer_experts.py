@@ -11,13 +11,12 @@ from trimaran.kernels import integer_reference, reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.gpu import TritonOps
-from trimaran.kernels.integer_products import expert_storage
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct, dequantize, pack
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.kernels.reference import silu_and_mul
 from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.kernels.triton.integer_experts import Cut, expert_mlp
+from trimaran.kernels.triton.integer_experts import Cut, expert_mlp, expert_storage
 
 OPS = {
     "torch": TorchOps(),
@@ -73,7 +72,10 @@ def make(form, tokens, count=4, chosen=2, hidden=64, inner=48):
 
 
 def run(ops, x, weights, ids, gate_up, down, first=0, form=None):
-    stored = ops.integer_expert_storage(gate_up), ops.integer_expert_storage(down)
+    stored = (
+        ops.integer_expert_storage(gate_up, is_gated=True),
+        ops.integer_expert_storage(down, is_gated=False),
+    )
     return ops.integer_expert_mlp(x, weights, ids, *stored, first, form)
 
 

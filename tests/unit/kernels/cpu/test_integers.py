@@ -29,6 +29,8 @@ CASES = {
     "8-bits-order": (8, 24, 33, 104, "order"),
     "4-bits-minimums": (4, 32, 64, 256, "minimums"),
     "8-bits-odd-width": (8, 51, 5, 51, "zeros"),
+    "4-bits-groups-of-96": (4, 96, 80, 480, ""),
+    "fp4": (4, 32, 48, 256, "fp4"),
 }
 
 
@@ -49,6 +51,7 @@ def weight_of(case):
         bits,
         zeros if extra in ("zeros", "order") else None,
         torch.randn(counts, generator=generator) / 8 if extra == "minimums" else None,
+        is_fp4=extra == "fp4",
     )
 
 
@@ -73,7 +76,8 @@ def test_products_are_those_of_the_twin_and_each_row_is_independent(library, cas
             weight, has_byte_inputs=has_byte_inputs
         )
         bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(dtype)
-        for rows in (1, 2, 3, 9, 17):
+        # Rows alone and together are multiplied by different instructions, if there are tiles.
+        for rows in (1, 2, 3, 9, 17, 150):
             x = torch.randn((rows, inner), generator=torch.Generator().manual_seed(rows))
             # Inputs of very different sizes, as in real models.
             x = (x * torch.logspace(-2, 2, inner)).to(dtype)
@@ -82,7 +86,8 @@ def test_products_are_those_of_the_twin_and_each_row_is_independent(library, cas
             # Inputs have 16 bits beside the largest of their segment, those of float32 30.
             most = 1e-5 if dtype is torch.float32 else 3e-4
             assert (found - expected).norm() <= most * expected.norm()
-            assert product(x[-1:], bias, torch.float32).equal(found[-1:])
+            alone = [product(row, bias, torch.float32) for row in x.split(1)]
+            assert torch.cat(alone).equal(found)
 
 
 def test_inputs_that_are_no_numbers_make_no_numbers(library):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.experts import FixedExperts, MeasuredExperts
+from trimaran.kernels.experts.floats import FixedExperts, MeasuredExperts
 from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.tables.grouped_table import GroupedTable, stack_name
 from trimaran.kernels.triton import experts as triton_experts

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.experts import MeasuredExperts
+from trimaran.kernels.experts.floats import MeasuredExperts
 from trimaran.kernels.tables.grouped_table import GroupedTable
 from trimaran.kernels.triton.few_experts import can_stream, stream_experts
 

@@ -15,7 +15,7 @@ class Work:
     """Works that hold a slot each, in the order in which they got them."""
 
     def __init__(self, num_slots: int) -> None:
-        self.slots = SizeOrderedSlots(num_slots)
+        self.slots = SizeOrderedSlots(num_slots, long_bytes=100 * MB)
         self.begun: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -117,3 +117,29 @@ async def test_work_that_fails_gives_its_slot_back():
         with pytest.raises(RuntimeError, match="failed"):
             async with slots.slot(MB):
                 raise RuntimeError("failed")
+
+
+async def test_of_long_work_one_runs_at_a_time_and_short_work_beside_it():
+    work = Work(2)
+    for name, megabytes in (("long", 200), ("second long", 200), ("short", 1), ("shorter", 0)):
+        await work.start(name, megabytes * MB)
+    assert work.begun == ["long", "short"]
+    await work.end("short")
+    assert work.begun == ["long", "short", "shorter"]
+    await work.end("long")
+    assert work.begun == ["long", "short", "shorter", "second long"]
+    await work.end("shorter")
+    await work.end("second long")
+
+
+async def test_long_work_that_is_cancelled_lets_the_next_begin():
+    work = Work(2)
+    for name in ("first", "given up", "last"):
+        await work.start(name, 200 * MB)
+    work.tasks["given up"].cancel()
+    await work.end("first")
+    assert work.begun == ["first", "last"]
+    await work.end("last")
+    await work.start("later", 200 * MB)
+    assert work.begun == ["first", "last", "later"]
+    await work.end("later")

@@ -182,7 +182,7 @@ def test_compiler_processes_that_end_are_replaced(compiler, processes):
     for copy in processes.at_work():
         copy.kill()
 
-    with pytest.raises(RequestError, match="ends its compiler, or takes more than 2048 MiB"):
+    with pytest.raises(RequestError, match="ends its compiler, or takes more than 156 MiB"):
         slow.result(PATIENT_S)
     # Its process was idle, and is no more.
     compiler.submit("regex", "ready").result(PATIENT_S).release()

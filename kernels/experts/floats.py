@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU, by the grouped products measured as fastest."""
+"""A mixture of experts in floats on a GPU, by the grouped products measured as fastest."""
 
 from __future__ import annotations
 
