@@ -76,13 +76,18 @@ def time_us(launch: Callable[[], object], count: int = 12) -> float:
 
 
 def decodes(
-    cache: Tensor, heads: int, cases: list[tuple[int, int]], configs: list[LatentDecodeConfig]
+    cache: Tensor,
+    heads: int,
+    cases: list[tuple[int, int]],
+    configs: list[LatentDecodeConfig] | None = None,
 ) -> None:
-    """Print the time of the attention of decodes, and the bytes read a second."""
+    """Print the time of the attention of decodes, and the bytes read a second, by the engine's
+    configuration or by each of ``configs``."""
     for count, length in cases:
         metadata = metadata_of(length - 1, 1, count)
         query, output = random(count, heads, LATENT + ROTATED), random(count, heads, LATENT)
-        for config in configs:
+        for config in configs or [LatentDecodeConfig.of(heads, 2, count)]:
+            metadata.plans.clear()
 
             def launch(
                 query: Tensor = query,
@@ -166,7 +171,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), triton_latent_prompts.PromptsConfig())
     cache = make_cache()
     for heads in (16, 128):
-        decodes(cache, heads, DECODES, [LatentDecodeConfig.of(heads, 2)])
+        decodes(cache, heads, DECODES)
         prompts(cache, heads)
         if is_wide:
             decodes(cache, heads, DECODES[2::2], list(_decode_configs(heads)))

@@ -89,6 +89,51 @@ class LatentHeads:
     """[N, V, L]: this times the vector is a head's value."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of query and key heads; see `Ops.norm_heads`."""
+
+    query: Tensor
+    """[H], the weight for queries."""
+
+    key: Tensor
+    """[H], the weight for keys."""
+
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """The products of a step's tokens from which latent attention begins."""
+
+    query: Tensor
+    """[T, N, H], of whose dims the last R are to be rotated."""
+
+    latent: Tensor
+    """[T, L], to be normalised."""
+
+    key: Tensor
+    """[T, R], to be rotated: all heads share it."""
+
+    norm: Tensor
+    """[L], the weight of the norm of latent vectors."""
+
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of a step's tokens; see `Ops.rope_and_cache`."""
+
+    cos_sin: Tensor
+    """float32 [P, R]."""
+
+    positions: Tensor
+    """int64 [T]."""
+
+    is_neox: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class AttentionMetadata:
     """The positions of one step's tokens in their sequences and in the KV cache.

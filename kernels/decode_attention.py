@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, HeadNorms
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.cuda.hopper_gemm import Quantization
 from trimaran.kernels.quantized import FP8, GROUP, ByteInputs, ByteRows
 from trimaran.kernels.triton.attention import decode as triton_attention_decode
+from trimaran.kernels.triton.norm import norm_heads
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,13 @@ class DecodeAttention(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        norms: HeadNorms | None = None,
         *,
         is_fixed: bool = False,
     ) -> Tensor | None:
         """`Ops.rope_and_cache` with rotation by halves of heads, then the attention of a
-        step of decodes alone, [S, N, H], in one kernel; None, without effect, where no such
-        kernel applies.
+        step of decodes alone, [S, N, H], in one kernel behind that of ``norms``, if any; None,
+        without effect, where no such kernel applies.
         """
         ...
 
@@ -67,6 +69,7 @@ class DecodeAttention(Protocol):
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         inputs: ByteInputs,
+        norms: HeadNorms | None = None,
     ) -> ByteRows | None:
         """`rotated`, with each query head as a group of the inputs of an FP8 product."""
         ...
@@ -134,6 +137,7 @@ class HopperDecodes:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        norms: HeadNorms | None = None,
         *,
         is_fixed: bool = False,
     ) -> Tensor | None:
@@ -141,6 +145,7 @@ class HopperDecodes:
         query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
         if not _rotates(query_SNH, kv_cache, cos_sin_PR, spec):
             return None
+        _normalise(heads_SAH, norms, kv_cache)
         output_SNH = torch.empty_like(query_SNH, memory_format=torch.contiguous_format)
         cuda_decode.decode(
             query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed,
@@ -156,6 +161,7 @@ class HopperDecodes:
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         inputs: ByteInputs,
+        norms: HeadNorms | None = None,
     ) -> ByteRows | None:
         """Rotate, store, attend and quantize in one kernel, for heads of `GROUP` dims."""
         query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
@@ -163,6 +169,7 @@ class HopperDecodes:
             return None
         if not _rotates(query_SNH, kv_cache, cos_sin_PR, spec):
             return None
+        _normalise(heads_SAH, norms, kv_cache)
         sequences, num_heads, _ = query_SNH.shape
         values_SNH = query_SNH.new_empty(query_SNH.shape, dtype=FP8)
         pitch = -(-sequences // 8) * 8
@@ -170,6 +177,11 @@ class HopperDecodes:
         output = cuda_decode.QuantizedHeads(values_SNH, Quantization.of(scales_NP, inputs))
         cuda_decode.decode(query_SNH, kv_cache, metadata, spec, output, cos_sin_PH=cos_sin_PR)
         return ByteRows(values_SNH.view(sequences, -1), scales_NP, query_SNH.dtype)
+
+
+def _normalise(heads_SAH: Tensor, norms: HeadNorms | None, kv_cache: Tensor) -> None:
+    if norms is not None:
+        norm_heads(heads_SAH, norms.query, norms.key, kv_cache.shape[3], norms.eps)
 
 
 def _rotates(

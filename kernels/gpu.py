@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trimaran.kernels import paged_attention, reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.attention import (
+    AttentionMetadata,
+    AttentionSpec,
+    HeadNorms,
+    LatentHeads,
+    LatentRows,
+    Rotation,
+)
 from trimaran.kernels.byte_products import check_served, make_product
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts.floats import FixedExperts, Mixture
@@ -25,7 +32,13 @@ from trimaran.kernels.quantized import (
     ByteWeight,
     Fp8Experts,
 )
-from trimaran.kernels.routing import ExpertForm
+from trimaran.kernels.routing import (
+    ExpertCounter,
+    ExpertForm,
+    ExpertRouting,
+    MixtureInput,
+    MixtureWeights,
+)
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton import elementwise as triton_elementwise
 from trimaran.kernels.triton import heads as triton_heads
@@ -34,6 +47,8 @@ from trimaran.kernels.triton import rotary as triton_rotary
 from trimaran.kernels.triton import routing as triton_routing
 from trimaran.kernels.triton.attention import latent_cache as triton_latent_cache
 from trimaran.kernels.triton.attention import latent_prompts as triton_latent_prompts
+from trimaran.kernels.triton.attention.latent_query import query_latents
+from trimaran.kernels.triton.few_tokens.mixture import normed_logits, stream_mixture
 
 _TRITON = (
     "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
@@ -192,6 +207,19 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         return self._experts.expert_mlp(x, weights, ids, gate_up, down, first_expert, form)
 
+    def mixture_parts(
+        self,
+        rows: MixtureInput,
+        weights: MixtureWeights,
+        routing: ExpertRouting,
+        counter: ExpertCounter | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Three kernels, for few tokens."""
+        if not self._experts.streams(len(rows.residual), routing, weights):
+            return None
+        normed, logits, residual = normed_logits(rows, weights.router)
+        return stream_mixture(normed, logits, routing, weights, counter), residual
+
     def rotated_attention(
         self,
         heads: Tensor,
@@ -200,12 +228,13 @@ class TritonOps(TorchOps):
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         is_neox: bool = True,
+        norms: HeadNorms | None = None,
     ) -> Tensor | None:
         """One kernel, for a step of decode rows alone."""
         if not is_neox or not _has_lone_decodes(metadata):
             return None
         return self._decodes.rotated(
-            heads, cos_sin, kv_cache, metadata, spec, is_fixed=self.is_deterministic
+            heads, cos_sin, kv_cache, metadata, spec, norms, is_fixed=self.is_deterministic
         )
 
     def quantized_attention(
@@ -217,11 +246,12 @@ class TritonOps(TorchOps):
         spec: AttentionSpec,
         inputs: ByteInputs,
         is_neox: bool = True,
+        norms: HeadNorms | None = None,
     ) -> ByteRows | None:
         """One kernel, for a step of decode rows alone and heads of a group's size."""
         if not is_neox or not _has_lone_decodes(metadata) or self.is_deterministic:
             return None
-        return self._decodes.quantized(heads, cos_sin, kv_cache, metadata, spec, inputs)
+        return self._decodes.quantized(heads, cos_sin, kv_cache, metadata, spec, inputs, norms)
 
     def paged_attention(
         self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
@@ -250,6 +280,23 @@ class TritonOps(TorchOps):
         return triton_latent_prompts.attend_step(
             query, latent, key, kv_cache, metadata, spec, heads
         )
+
+    def decoded_latents(
+        self,
+        rows: LatentRows,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        heads: LatentHeads,
+    ) -> Tensor | None:
+        """Four kernels, for a step of decode rows alone."""
+        if self.is_deterministic or metadata.num_decodes < metadata.seq_lens.shape[0]:
+            return None
+        slots = metadata.slot_mapping
+        query = query_latents(rows, rotation, kv_cache, slots, heads.key_up)
+        attended = self.paged_attention(query, kv_cache, metadata, spec)
+        return self.head_linear(attended, heads.value_up)
 
 
 def _has_lone_decodes(metadata: AttentionMetadata) -> bool:

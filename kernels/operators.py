@@ -7,7 +7,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.attention import (
+    AttentionMetadata,
+    AttentionSpec,
+    HeadNorms,
+    LatentHeads,
+    LatentRows,
+    Rotation,
+)
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import (
@@ -23,6 +30,8 @@ from trimaran.kernels.routing import (
     ExpertForm,
     ExpertRouting,
     ExpertSlotTable,
+    MixtureInput,
+    MixtureWeights,
 )
 
 
@@ -205,6 +214,21 @@ class Ops(Protocol):
         """
         ...
 
+    def mixture_parts(
+        self,
+        rows: MixtureInput,
+        weights: MixtureWeights,
+        routing: ExpertRouting,
+        counter: ExpertCounter | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """`add_rms_norm`, `router_logits`, `choose_experts`, and the sum of `expert_mlp` and of
+        the shared experts, as one operator. Returns float32 parts [parts, T, D] of the sum for
+        the next `add_rms_norm`, and its residual [T, D], which may be a new tensor.
+
+        A backend without such an operator for the step does nothing and returns None.
+        """
+        ...
+
     def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
         """FP8 matrices [X, E, D] as `fp8_expert_mlp` takes them: the same, or a copy of the
         same shape.
@@ -265,8 +289,10 @@ class Ops(Protocol):
         slots: Tensor,
         is_neox: bool = True,
         scales: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
-        """Rotate query and key heads in place, then `write_kv` keys and values.
+        """Rotate query and key heads in place, then `write_kv` keys and values; with ``norms``
+        `norm_heads` first.
 
         ``heads`` [T, N + 2 K, H] holds queries, then keys, then values. ``cos_sin`` [P, R] is
         float32: cosines in the first half of a row, sines in the second. Angle i turns dims i
@@ -317,6 +343,7 @@ class Ops(Protocol):
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         is_neox: bool = True,
+        norms: HeadNorms | None = None,
     ) -> Tensor | None:
         """`rope_and_cache` at the slots of ``metadata``, then `paged_attention` of the queries
         in ``heads``, as one operator.
@@ -334,6 +361,7 @@ class Ops(Protocol):
         spec: AttentionSpec,
         inputs: ByteInputs,
         is_neox: bool = True,
+        norms: HeadNorms | None = None,
     ) -> ByteRows | None:
         """`rotated_attention` whose results are the inputs of an FP8 product: each query head
         is a group of `ByteRows`.
@@ -376,5 +404,21 @@ class Ops(Protocol):
         latent vectors times ``value_up`` is the head's result [T, N, V], V being the size of
         a value. ``latent`` and ``key`` belong to this step's tokens, for backends that expand
         keys and values.
+        """
+        ...
+
+    def decoded_latents(
+        self,
+        rows: LatentRows,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        heads: LatentHeads,
+    ) -> Tensor | None:
+        """`rms_norm` of latent vectors, `rope_and_cache_latent` at ``metadata``'s slots and
+        `latent_attention` [T, N, V] as one operator, for which ``rows`` are overwritten.
+
+        A backend without such an operator for the step does nothing and returns None.
         """
         ...

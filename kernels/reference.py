@@ -15,6 +15,7 @@ from trimaran.kernels.attention import (
     TREE_BITS,
     AttentionMetadata,
     AttentionSpec,
+    HeadNorms,
     LatentHeads,
 )
 from trimaran.kernels.kv_quantization import (
@@ -297,8 +298,11 @@ def rope_and_cache(
     slots_T: Tensor,
     is_neox: bool = True,
     scales_4K: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> None:
     num_kv = kv_cache.shape[3]
+    if norms is not None:
+        norm_heads(heads_TAH, norms.query, norms.key, num_kv, norms.eps)
     rotate(heads_TAH[:, :-num_kv], cos_sin_PR, positions_T, is_neox)
     key_TKH, value_TKH = heads_TAH[:, -2 * num_kv : -num_kv], heads_TAH[:, -num_kv:]
     write_kv(key_TKH, value_TKH, kv_cache, slots_T, scales_4K)

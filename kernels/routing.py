@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +59,41 @@ class ExpertSlotTable:
 
     num_copies: Tensor
     """int32 [X], the number of valid slots, which come first."""
+
+
+class ExpertMatrices(NamedTuple):
+    """The matrices of some experts: those that tokens choose, as stacks, or shared experts."""
+
+    gate_up: Tensor
+    """[X, E, D], gate rows above up rows; of S shared experts [2 S F, D], as of one expert."""
+
+    down: Tensor
+    """[X, D, F]; of shared experts [D, S F]."""
+
+
+class MixtureInput(NamedTuple):
+    """The rows of a mixture of experts before the norm in front of it."""
+
+    addend: Tensor | None
+    """[T, D], or float32 parts [parts, T, D] of it, to be added to the residual."""
+
+    residual: Tensor
+    """[T, D]."""
+
+    norm: Tensor
+    """[D], the weight of the norm of the sum."""
+
+    eps: float
+
+
+class MixtureWeights(NamedTuple):
+    """The weights of a mixture of experts, all of them on one rank."""
+
+    router: Tensor
+    """[X, D]."""
+
+    routed: ExpertMatrices
+    shared: ExpertMatrices | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,25 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trimaran.kernels import byte_reference, integer_reference, reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.attention import (
+    AttentionMetadata,
+    AttentionSpec,
+    HeadNorms,
+    LatentHeads,
+    LatentRows,
+    Rotation,
+)
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import BlockMap, ByteInputs, ByteProduct, ByteRows, ByteWeight
-from trimaran.kernels.routing import ExpertForm
+from trimaran.kernels.routing import (
+    ExpertCounter,
+    ExpertForm,
+    ExpertRouting,
+    MixtureInput,
+    MixtureWeights,
+)
 
 
 class TorchOps:
@@ -75,6 +88,16 @@ class TorchOps:
     ) -> Tensor:
         return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert, form)
 
+    def mixture_parts(
+        self,
+        rows: MixtureInput,
+        weights: MixtureWeights,
+        routing: ExpertRouting,
+        counter: ExpertCounter | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """None: torch normalises, chooses and multiplies in several operators."""
+        return None
+
     def latent_attention(
         self,
         query: Tensor,
@@ -90,6 +113,18 @@ class TorchOps:
             query, latent, key, kv_cache, metadata, spec, heads, parts
         )
 
+    def decoded_latents(
+        self,
+        rows: LatentRows,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        heads: LatentHeads,
+    ) -> Tensor | None:
+        """None: torch normalises, rotates and attends in several operators."""
+        return None
+
     def rotated_attention(
         self,
         heads: Tensor,
@@ -98,6 +133,7 @@ class TorchOps:
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         is_neox: bool = True,
+        norms: HeadNorms | None = None,
     ) -> Tensor | None:
         """None: torch rotates and attends in two operators."""
         return None
@@ -111,6 +147,7 @@ class TorchOps:
         spec: AttentionSpec,
         inputs: ByteInputs,
         is_neox: bool = True,
+        norms: HeadNorms | None = None,
     ) -> ByteRows | None:
         """None: torch attends and quantizes in two operators."""
         return None

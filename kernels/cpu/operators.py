@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels import reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, HeadNorms, LatentHeads
 from trimaran.kernels.build import cpu_features, has_avx512
 from trimaran.kernels.cpu import integer_experts
 from trimaran.kernels.cpu.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
@@ -334,6 +334,12 @@ class CpuOps:
     def rotated_attention(self, *_arguments: object) -> None:
         """None: rotation is an operator of its own."""
 
+    def mixture_parts(self, *_arguments: object) -> None:
+        """None: norm, choice and products are operators of their own."""
+
+    def decoded_latents(self, *_arguments: object) -> None:
+        """None: norm, rotation and attention are operators of their own."""
+
     def quantized_attention(self, *_arguments: object) -> None:
         """None: the CPU multiplies floats."""
 
@@ -346,9 +352,12 @@ class CpuOps:
         slots: Tensor,
         is_neox: bool = True,
         scales: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
         """Torch rotates partial heads and pairs of neighbouring dims."""
         num_kv = kv_cache.shape[3]
+        if norms is not None:
+            self.norm_heads(heads, norms.query, norms.key, num_kv, norms.eps)
         if is_neox and cos_sin.shape[1] == heads.shape[2]:
             self.rotate(heads[:, :-num_kv], cos_sin, positions)
         else:

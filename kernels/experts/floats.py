@@ -9,20 +9,18 @@ from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.grouped_gemm import GroupedGemm
 from trimaran.kernels.cuda.hopper_gemm import can_multiply
-from trimaran.kernels.routing import ExpertForm
+from trimaran.kernels.routing import ExpertForm, ExpertRouting, MixtureWeights
 from trimaran.kernels.tables.grouped_table import (
-    EXPERT_LIMITS,
-    INNER_MULTIPLE,
     Cut,
     GroupedKind,
     GroupedShape,
     GroupedTable,
     TritonCut,
-    derived_shape,
 )
 from trimaran.kernels.tables.tuned_choices import TunedChoices
 from trimaran.kernels.triton import experts as triton_experts
-from trimaran.kernels.triton.few_experts import can_stream, stream_experts
+from trimaran.kernels.triton.few_tokens.few_experts import can_stream, stream_experts
+from trimaran.kernels.triton.few_tokens.mixture import can_mix
 from trimaran.kernels.triton.permutation import permute_rows, unpermute_rows
 
 # Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, F inner
@@ -35,8 +33,8 @@ class MeasuredExperts:
     """The weighted sums of each token's experts, by the measured tables.
 
     With our Hopper kernel, bf16 or float16, an expert's output is rounded to that dtype before
-    it is weighted. `derived_shape` serves stacks without a table entry; Triton serves those
-    with few rows, those that our kernel does not take, and experts of another form.
+    it is weighted. `derived_shape` serves stacks without a measured tile shape; Triton serves
+    those with few rows, those that our kernel does not take, and experts of another form.
     """
 
     def __init__(
@@ -88,18 +86,17 @@ class MeasuredExperts:
         parts_ND = make_parts(inner_NF, down_XDF, totals)
         return unpermute_rows(parts_ND, positions_TC, weights_TC)
 
+    def streams(self, num_tokens: int, routing: ExpertRouting, weights: MixtureWeights) -> bool:
+        """Whether `stream_mixture` is the fastest for so few tokens."""
+        gate_up, chosen = weights.routed.gate_up, routing.num_chosen
+        if self._cuts(num_tokens * chosen, gate_up) != (None, None):
+            return False
+        return can_stream(num_tokens, chosen, gate_up) and can_mix(routing, weights)
+
     def _cuts(self, rows: int, gate_up_XED: Tensor) -> tuple[Cut | None, Cut | None]:
-        """The tile shapes of the gated and of the plain product; None: Triton's default."""
-        num_experts, outputs, inner = gate_up_XED.shape
-        stacks = (num_experts, outputs, inner), (num_experts, inner, outputs // 2)
-        if self._table.has(rows, stacks[0], "gated"):
-            gated = self._table.pick(rows, stacks[0], "gated")
-            return gated, self._table.pick(rows, stacks[1], "plain")
-        is_whole = not (inner % INNER_MULTIPLE or outputs // 2 % INNER_MULTIPLE)
-        if not self._has_own or not is_whole or num_experts > EXPERT_LIMITS[-1]:
-            return None, None
-        cut = derived_shape(rows, num_experts)
-        return cut, cut
+        num_experts, outputs, hidden = gate_up_XED.shape
+        shape = num_experts, outputs, hidden
+        return self._table.pair(rows, shape, has_own=self._has_own)
 
     def _kernel(self, cut: GroupedShape, kind: GroupedKind, num_experts: int) -> GroupedGemm:
         key = (cut, kind, num_experts)
@@ -114,6 +111,10 @@ class FixedExperts:
     """The Triton version; a token's result does not depend on the other tokens."""
 
     backend = "triton"
+
+    def streams(self, *_arguments: object) -> bool:
+        """No: the order of sums would depend on the number of tokens."""
+        return False
 
     def expert_mlp(
         self,

@@ -93,8 +93,9 @@ class GroupedTable:
 
     `derived_shape` serves stacks that were not measured, and rows above the last entry. A file
     maps ``experts x outputs x inner kind`` to a list of ``[most rows, cut]``. Rows are tokens
-    times experts of a token; a cut is null for Triton's default, the numbers of a
-    `GroupedShape` or those of a `TritonCut`. ``benchmarks/tune_experts.py`` writes the file.
+    times experts of a token; a cut is null where no measured tile shape was faster than the
+    rule's kernel, else the numbers of a `GroupedShape` or those of a `TritonCut`.
+    ``benchmarks/tune_experts.py`` writes the file.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
@@ -130,13 +131,32 @@ class GroupedTable:
         return bounds is not None and rows <= bounds[-1]
 
     def pick(self, rows: int, shape: tuple[int, int, int], kind: GroupedKind) -> Cut | None:
-        """The choice for weights of this shape [experts, outputs, inner]; None is Triton's
-        default, and that of weights that were not measured."""
+        """The measured choice for weights of this shape [experts, outputs, inner]; None is that
+        of the rule, and of weights that were not measured."""
         name = stack_name(shape, kind)
         bounds = self._bounds.get(name)
         if bounds is None or rows > bounds[-1]:
             return None
         return self._choices[name][bisect_left(bounds, rows)]
+
+    def pair(
+        self, rows: int, gate_up: tuple[int, int, int], *, has_own: bool
+    ) -> tuple[Cut | None, Cut | None]:
+        """The tile shapes of the gated and of the plain product of experts whose ``gate_up`` is
+        [experts, outputs, hidden]: those measured, or with ``has_own`` those of the rule for
+        our kernel. None: Triton's default.
+        """
+        num_experts, outputs, hidden = gate_up
+        if self.has(rows, gate_up, "gated"):
+            plain = self.pick(rows, (num_experts, hidden, outputs // 2), "plain")
+            found = self.pick(rows, gate_up, "gated"), plain
+            if found != (None, None):
+                return found
+        is_whole = not (hidden % INNER_MULTIPLE or outputs // 2 % INNER_MULTIPLE)
+        if not has_own or not is_whole or num_experts > EXPERT_LIMITS[-1]:
+            return None, None
+        cut = derived_shape(rows, num_experts)
+        return cut, cut
 
     def kernels(self, hidden_size: int) -> list[tuple[GroupedShape, GroupedKind, int]]:
         """Our kernel's tile shapes for weights that read or write ``hidden_size``, the

@@ -23,7 +23,7 @@ _KERNELS = Path(__file__).parents[1]
 _SOURCES = (
     "cuda/csrc/gemm.cu", "cuda/csrc/skinny_gemm.cu", "cuda/skinny_gemm.py",
     "cuda/csrc/grouped_gemm.cu", "cuda/csrc/*.cuh", "cuda/hopper_gemm.py",
-    "cuda/grouped_gemm.py", "triton/experts.py", "triton/few_experts.py",
+    "cuda/grouped_gemm.py", "triton/experts.py", "triton/few_tokens/few_experts.py",
     "triton/permutation.py", "triton/skinny.py",
 )  # fmt: skip
 """The kernels that choices are among."""

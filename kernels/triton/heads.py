@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -12,6 +14,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 )
 
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+from trimaran.kernels.triton.skinny import prefetch
 
 # Shapes: T tokens, N heads, H dims of a head, D of them that are multiplied, E outputs.
 
@@ -19,6 +22,65 @@ _FEW, _MANY = 16, 128
 """Rows of a tile: for a step with few tokens, and for others."""
 
 _COLUMNS, _STEP = 64, 64
+_FEW_COLUMNS, _FEW_STEP = 16, 128
+"""The same for a step with few tokens, so that all multiprocessors read matrices."""
+
+_LINE = 64
+"""Values of a cache line."""
+
+
+class HeadTile(NamedTuple):
+    """Tile shape of the products of heads."""
+
+    rows: int
+    columns: int
+    step: int
+    lines: int
+    """Cache lines of a row of a matrix to request before vectors are ready."""
+
+    @classmethod
+    def of(cls, num_tokens: int, weight_NED: Tensor, *, is_fixed: bool = False) -> HeadTile:
+        """The tile for a number of tokens; with ``is_fixed`` the same for any number."""
+        if num_tokens > _FEW or is_fixed:
+            return cls(_MANY, _COLUMNS, _STEP, 0)
+        width, stride = weight_NED.shape[2], weight_NED.stride(2)
+        is_whole = stride == 1 and width % _LINE == 0 and width == padded_size(width)
+        return cls(_FEW, _FEW_COLUMNS, _FEW_STEP, width // _LINE if is_whole else 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def request_matrix(  # type: ignore[no-untyped-def]
+    matrix, columns, row_stride, OUTPUTS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Prefetch these rows of a head's matrix."""
+    if LINES > 0:
+        lines = tl.minimum(columns, OUTPUTS - 1)[:, None] * row_stride
+        prefetch(matrix + lines + 64 * tl.arange(0, LINES)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def multiply_head(  # type: ignore[no-untyped-def]
+    source, matrix, target, is_row, columns, row_stride, column_stride, WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the products of rows of vectors, at ``source`` [ROWS, 1], with some rows of a
+    head's matrix at ``target``.
+    """
+    inner = tl.arange(0, STEP)
+    is_column = (columns < OUTPUTS)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, WIDTH, STEP):
+        dims = first + inner
+        is_dim = dims < WIDTH
+        values = tl.load(source + dims[None, :], mask=is_row & is_dim[None, :], other=0.0)
+        weights = tl.load(
+            matrix + columns[None, :] * row_stride + dims[:, None] * column_stride,
+            mask=is_column & is_dim[:, None], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(values, weights, total, input_precision=PRECISION)
+    result = total.to(target.dtype.element_ty)
+    tl.store(target + columns[None, :], result, mask=is_row & is_column)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -26,8 +88,8 @@ def _head_linear_kernel(  # type: ignore[no-untyped-def]
     x, weight, output, x_token_stride, x_head_stride, weight_head_stride, weight_row_stride,
     weight_column_stride, token_stride, head_stride, num_tokens, num_heads,
     WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, LINES: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): i counts tiles of rows, and heads fastest; j tiles of outputs. The
     last j copies the dims that are not multiplied, if there are any.
@@ -35,8 +97,11 @@ def _head_linear_kernel(  # type: ignore[no-untyped-def]
     head, column = tl.program_id(0) % num_heads, tl.program_id(1) * COLUMNS
     rows = tl.program_id(0) // num_heads * ROWS + tl.arange(0, ROWS)
     is_row = (rows < num_tokens)[:, None]
+    columns = column + tl.arange(0, COLUMNS)
+    matrix = weight + head.to(tl.int64) * weight_head_stride
     if OVERLAPS:
         gdc_launch_dependents()
+        request_matrix(matrix, columns, weight_row_stride, OUTPUTS, LINES)
         gdc_wait()
     source = x + rows.to(tl.int64)[:, None] * x_token_stride + head * x_head_stride
     target = output + rows.to(tl.int64)[:, None] * token_stride + head * head_stride
@@ -45,22 +110,10 @@ def _head_linear_kernel(  # type: ignore[no-untyped-def]
         is_rest = is_row & (rest < REST)
         tl.store(target + OUTPUTS + rest, tl.load(source + WIDTH + rest, mask=is_rest), is_rest)
         return
-    columns, inner = column + tl.arange(0, COLUMNS), tl.arange(0, STEP)
-    matrix = weight + head.to(tl.int64) * weight_head_stride
-    matrix += columns[None, :] * weight_row_stride
-    is_column = (columns < OUTPUTS)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, STEP):
-        dims = first + inner
-        is_dim = dims < WIDTH
-        values = tl.load(source + dims[None, :], mask=is_row & is_dim[None, :], other=0.0)
-        weights = tl.load(
-            matrix + dims[:, None] * weight_column_stride,
-            mask=is_column & is_dim[:, None], other=0.0,
-        )  # fmt: skip
-        total = tl.dot(values, weights, total, input_precision=PRECISION)
-    result = total.to(output.dtype.element_ty)
-    tl.store(target + columns[None, :], result, mask=is_row & is_column)
+    multiply_head(
+        source, matrix, target, is_row, columns, weight_row_stride, weight_column_stride, WIDTH,
+        OUTPUTS, ROWS, COLUMNS, STEP, PRECISION,
+    )  # fmt: skip
 
 
 _head_linear = Launcher(_head_linear_kernel)
@@ -80,15 +133,16 @@ def head_linear(x_TNH: Tensor, weight_NED: Tensor, *, is_fixed: bool = False) ->
     output = torch.empty(
         (tokens, heads, outputs + rest), dtype=x_TNH.dtype, device=x_TNH.device
     )
-    rows = _FEW if tokens <= _FEW and not is_fixed else _MANY
+    tile = HeadTile.of(tokens, weight_NED, is_fixed=is_fixed)
     args = (
         x_TNH, weight_NED, output, *x_TNH.stride()[:2], *weight_NED.stride(),
         *output.stride()[:2], tokens, heads,
     )  # fmt: skip
     constants = (
-        width, outputs, rest, padded_size(rest) if rest else 0, rows, _COLUMNS, _STEP,
+        width, outputs, rest, padded_size(rest) if rest else 0, *tile,
         "ieee" if x_TNH.dtype is torch.float32 else "tf32",
     )  # fmt: skip
-    grid = num_tiles(tokens, rows) * heads, num_tiles(outputs, _COLUMNS) + (rest > 0)
+    num_columns = num_tiles(outputs, tile.columns) + (rest > 0)
+    grid = num_tiles(tokens, tile.rows) * heads, num_columns
     _head_linear(grid, args, constants)
     return output

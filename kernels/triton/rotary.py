@@ -10,7 +10,9 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
+from trimaran.kernels.attention import HeadNorms
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+from trimaran.kernels.triton.norm import norm_heads
 
 # Shapes: T tokens, N query heads, K key-value heads, H head size, A = N + 2 K all heads, P
 # positions, R rotated dims of a head, B tokens of a block.
@@ -42,17 +44,60 @@ def _stored(value, inverse, cache, HAS_SCALES: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _store_rest(  # type: ignore[no-untyped-def]
+    source, target, is_cached, inverse, cache, HEAD_SIZE: tl.constexpr, ROTATED: tl.constexpr,
+    REST: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Store the dims of keys and values that are not rotated."""
+    behind = ROTATED + tl.arange(0, REST)[None, :]
+    is_kept = is_cached & (behind < HEAD_SIZE)
+    rest = tl.load(source + behind, mask=is_kept, other=0.0)
+    tl.store(target + behind, _stored(rest, inverse, cache, HAS_SCALES), mask=is_kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _normed_halves(  # type: ignore[no-untyped-def]
+    left, right, query_norm, key_norm, is_query, is_pair, eps, element: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Root-mean-square normalisation of heads, given as halves, by two weights; rounded as by a
+    kernel of its own.
+    """
+    mean = (tl.sum(left * left, 1) + tl.sum(right * right, 1)) / (2 * HALF)
+    factor = tl.rsqrt(mean + eps)[:, None]
+    lower = tl.where(
+        is_query,
+        tl.load(query_norm, mask=is_pair, other=0.0),
+        tl.load(key_norm, mask=is_pair, other=0.0),
+    )
+    upper = tl.where(
+        is_query,
+        tl.load(query_norm + HALF, mask=is_pair, other=0.0),
+        tl.load(key_norm + HALF, mask=is_pair, other=0.0),
+    )
+    left, right = left * factor * lower.to(tl.float32), right * factor * upper.to(tl.float32)
+    return left.to(element).to(tl.float32), right.to(element).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _angles_of(cos_sin, position, pairs, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cosines and sines of a position, [1, pairs]."""
+    angles = cos_sin + position.to(tl.int64) * 2 * HALF + pairs
+    cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
+    return cos, tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
-    heads, cos_sin, positions, cache, slots, scales, token_stride, num_queries, num_kv,
-    block_stride, kind_stride, place_stride, head_stride, BLOCK: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr, IS_NEOX: tl.constexpr, HAS_SCALES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    heads, cos_sin, positions, cache, slots, scales, query_norm, key_norm, token_stride,
+    num_queries, num_kv, block_stride, kind_stride, place_stride, head_stride, eps,
+    BLOCK: tl.constexpr, HEAD_SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    REST: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_NORMS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, g) handles the g-th ``HEADS`` heads of token t, of any kind."""
-    token = tl.program_id(0).to(tl.int64)
+    token, pairs = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pairs = tl.arange(0, PADDED)
     if OVERLAPS:
         gdc_launch_dependents()
     # Positions and slots are complete before the step's first layer, see `rope_and_cache`.
@@ -70,8 +115,7 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     element = heads.dtype.element_ty
     # Heads are loaded before their angles, whose address is known only with the position.
-    is_pair = (pairs < HALF)[None, :]
-    dims = tl.arange(0, 2 * PADDED)[None, :]
+    is_pair, dims = (pairs < HALF)[None, :], tl.arange(0, 2 * PADDED)[None, :]
     is_dim = dims < 2 * HALF
     if IS_NEOX:
         near = tl.load(source + pairs[None, :], mask=is_head & is_pair, other=0.0)
@@ -79,10 +123,13 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     else:
         both = tl.load(source + dims, mask=is_head & is_dim, other=0.0)
         near, far = tl.split(tl.reshape(both, [HEADS, PADDED, 2]))
-    angles = cos_sin + position.to(tl.int64) * 2 * HALF + pairs
-    cos = tl.load(angles, mask=pairs < HALF, other=0.0)[None, :]
-    sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)[None, :]
+    cos, sin = _angles_of(cos_sin, position, pairs, HALF)
     left, right = near.to(tl.float32), far.to(tl.float32)
+    if HAS_NORMS:
+        left, right = _normed_halves(
+            left, right, query_norm + pairs[None, :], key_norm + pairs[None, :],
+            (head < num_queries)[:, None], is_pair, eps, element, HALF,
+        )  # fmt: skip
     near = tl.where(is_rotated, (left * cos - right * sin).to(element), near)
     far = tl.where(is_rotated, (right * cos + left * sin).to(element), far)
     if IS_NEOX:
@@ -98,10 +145,9 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
         both = _stored(both, inverse, cache, HAS_SCALES)
         tl.store(target + dims, both, mask=is_cached & is_dim)
     if REST > 0:
-        behind = 2 * HALF + tl.arange(0, REST)[None, :]
-        is_kept = is_cached & (behind < HEAD_SIZE)
-        rest = tl.load(source + behind, mask=is_kept, other=0.0)
-        tl.store(target + behind, _stored(rest, inverse, cache, HAS_SCALES), mask=is_kept)
+        _store_rest(
+            source, target, is_cached, inverse, cache, HEAD_SIZE, 2 * HALF, REST, HAS_SCALES
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -146,8 +192,10 @@ def rope_and_cache(
     slots_T: Tensor,
     is_neox: bool = True,
     scales_4K: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """Rotate query and key heads in place and store keys and values at their slots.
+    """Rotate query and key heads in place, behind their ``norms`` if any, and store keys and
+    values at their slots.
 
     ``heads`` is a view of the product: queries, then keys, then values, contiguous except for
     the stride of tokens. ``kv_cache`` is [blocks, 2, B, K, H] with any strides except a last
@@ -160,17 +208,23 @@ def rope_and_cache(
     """
     tokens, all_heads, head_size = heads_TAH.shape
     num_kv, half = kv_cache.shape[3], cos_sin_PR.shape[1] // 2
+    if norms is not None and not (is_neox and head_size == 2 * half):
+        norm_heads(heads_TAH, norms.query, norms.key, num_kv, norms.eps)
+        norms = None
     padded = padded_size(half)
     chunk = min(max(1024 // padded, 1), padded_size(all_heads))
     rest = head_size - 2 * half
     args = (
         heads_TAH, cos_sin_PR, positions_T, kv_cache, slots_T,
-        cos_sin_PR if scales_4K is None else scales_4K, heads_TAH.stride(0),
-        all_heads - 2 * num_kv, num_kv, *kv_cache.stride()[:4],
+        cos_sin_PR if scales_4K is None else scales_4K,
+        heads_TAH if norms is None else norms.query, heads_TAH if norms is None else norms.key,
+        heads_TAH.stride(0), all_heads - 2 * num_kv, num_kv, *kv_cache.stride()[:4],
+        0.0 if norms is None else norms.eps,
     )  # fmt: skip
     constants = (
         kv_cache.shape[2], head_size, half, padded,
         padded_size(rest) if rest else 0, chunk, is_neox, scales_4K is not None,
+        norms is not None,
     )  # fmt: skip
     _rope_and_cache((tokens, num_tiles(all_heads, chunk)), args, constants)
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, HeadNorms
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.decode_attention import HopperDecodes
 from trimaran.kernels.triton import rotary as triton_rotary
+from trimaran.kernels.triton.norm import norm_heads
 
 pytestmark = pytest.mark.gpu
 
@@ -220,6 +221,23 @@ def test_fused_rotation_equals_separate_rotation(
     assert found is not None
     assert found.equal(wanted)
     assert own.nan_to_num().equal(step.cache.nan_to_num())
+
+
+def test_fused_rotation_follows_the_norms_of_heads(dtype):
+    step = Step(dtype, [1, 40, 150], heads=8, kv_heads=2, size=128)
+    metadata, decodes = step.metadata(), HopperDecodes(DEVICE, dtype)
+    product = torch.randn(3, 12, 128, device=DEVICE).to(dtype)
+    angles = torch.outer(torch.arange(200.0), torch.rand(64))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(DEVICE)
+    norms = HeadNorms(*(torch.rand(128, device=DEVICE).to(dtype) for _ in range(2)), 1e-6)
+    before = product.clone()
+    norm_heads(before, norms.query, norms.key, 2, norms.eps)
+    wanted = decodes.rotated(before, table, step.cache, metadata, step.spec)
+
+    found = decodes.rotated(product, table, step.cache, metadata, step.spec, norms)
+
+    assert found is not None
+    assert found.equal(wanted)
 
 
 def test_rotations_of_unsupported_shapes_are_declined(dtype):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
+from trimaran.kernels.attention import HeadNorms
 from trimaran.kernels.gpu import TritonOps
 from trimaran.kernels.triton import norm
 
@@ -187,12 +188,13 @@ class _RopeCase:
         pool = torch.zeros((6, 3, 2, *inner, head_size), dtype=dtype, device=DEVICE)
         self.pool = pool if order == "token" else pool.transpose(3, 4)
 
-    def run(self, function, is_neox):
+    def run(self, function, is_neox, norms=None):
         """The product and the pool afterwards."""
         qkv, pool = self.qkv.clone(), self.pool.clone(memory_format=torch.preserve_format)
         assert pool.stride() == self.pool.stride()
         heads = qkv[:, : self.heads[0] * self.heads[1]].unflatten(1, self.heads)
-        function(heads, self.table, self.positions, pool[:, 1], self.slots, is_neox)
+        inputs = heads, self.table, self.positions, pool[:, 1], self.slots, is_neox
+        function(*inputs, norms=norms)
         return qkv, pool
 
 
@@ -216,6 +218,26 @@ def test_rotated_keys_and_values_are_written_to_their_slots_alone(
     # Values and what lies behind the heads are not touched.
     first_value = (heads + kv_heads) * head_size
     assert qkv[:, first_value:].equal(case.qkv[:, first_value:])
+    assert pool[:, 1, 1].equal(expected_pool[:, 1, 1])
+
+
+@pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "gptj"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_size", "rotated"),
+    [(4, 2, 16, 16), (32, 4, 128, 128), (0, 3, 80, 80), (5, 1, 64, 16)],
+)
+def test_heads_are_normalised_before_they_are_rotated(
+    ops, dtype, heads, kv_heads, head_size, rotated, is_neox
+):
+    case = _RopeCase(dtype, heads, kv_heads, head_size, rotated)
+    weights = (_random(head_size, dtype=dtype, seed=seed) for seed in (3, 4))
+    norms = HeadNorms(*weights, 1e-5)
+
+    qkv, pool = case.run(ops.rope_and_cache, is_neox, norms)
+
+    expected_qkv, expected_pool = case.run(reference.rope_and_cache, is_neox, norms)
+    _close(qkv, expected_qkv, 8)
+    _close(pool, expected_pool, 8)
     assert pool[:, 1, 1].equal(expected_pool[:, 1, 1])
 
 

@@ -7,10 +7,18 @@ import torch
 
 from trimaran.kernels import reference
 from trimaran.kernels.products import select_products
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
+from trimaran.kernels.routing import (
+    ExpertCounter,
+    ExpertMatrices,
+    ExpertRouting,
+    ExpertSlotTable,
+    MixtureInput,
+    MixtureWeights,
+)
 from trimaran.kernels.triton import experts as triton_experts
 from trimaran.kernels.triton import routing as triton_routing
-from trimaran.kernels.triton.few_experts import can_stream, stream_experts
+from trimaran.kernels.triton.few_tokens.few_experts import can_stream, stream_experts
+from trimaran.kernels.triton.few_tokens.mixture import can_mix, normed_logits, stream_mixture
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +125,55 @@ def test_a_graph_of_one_token_streams_the_experts_of_every_rank(
         expected = by_twin(x, logits, gate_up, down, chosen)
         for actual in (whole.float(), sum(each.float() for each in some)):
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("experts", "chosen", "hidden", "inner", "num_shared"),
+    [(8, 2, 1024, 3584, 0), (64, 6, 2048, 1408, 2), (128, 8, 2048, 768, 0)],
+)
+def test_a_graph_of_few_tokens_streams_chosen_and_shared_experts(
+    dtype, tokens, experts, chosen, hidden, inner, num_shared
+):
+    x, _, *stacks, _ = make(dtype, tokens, experts, chosen, hidden, inner)
+    residual, shared = torch.empty_like(x), None
+    if num_shared:
+        *_, gate_up, down, _ = make(dtype, tokens, 1, 1, hidden, num_shared * inner)
+        shared = ExpertMatrices(gate_up[0], down[0])
+    router = torch.randn(experts, hidden, device=DEVICE).to(dtype)
+    weights = MixtureWeights(router, ExpertMatrices(*stacks), shared)
+    rows = MixtureInput(x, residual, torch.rand(hidden, device=DEVICE).to(dtype), 1e-6)
+    counts = torch.zeros(experts, dtype=torch.int64, device=DEVICE)
+    rule, counter = ExpertRouting(num_chosen=chosen), ExpertCounter(counts)
+    assert can_mix(rule, weights)
+
+    def run() -> list[torch.Tensor]:
+        normed, logits, total = normed_logits(rows, router)
+        return [stream_mixture(normed, logits, rule, weights, counter), normed, total]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        parts, normed, total = run()
+    for _ in range(6):
+        x.normal_()
+        residual.normal_()
+        counts.zero_()
+        graph.replay()
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(total, x + residual)
+        scaled = reference.rms_norm(total, rows.norm, 1e-6)
+        torch.testing.assert_close(normed, scaled, atol=tolerance, rtol=tolerance)
+        logits = reference.router_logits(normed, router)
+        shares, ids = reference.choose_experts(logits, rule)
+        floats = [each.float() for each in stacks]
+        expected = reference.expert_mlp(normed.float(), shares, ids, *floats)
+        if shared is not None:
+            inner_TF = reference.gated_linear(normed.float(), shared.gate_up.float())
+            expected += reference.linear(inner_TF, shared.down.float())
+        torch.testing.assert_close(parts.sum(0), expected, atol=tolerance, rtol=tolerance)
+        assert counts.equal(ids.flatten().long().bincount(minlength=experts))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.attention import (
+    AttentionMetadata,
+    AttentionSpec,
+    LatentHeads,
+    LatentRows,
+    Rotation,
+)
 from trimaran.kernels.gpu import TritonOps
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,6 +104,7 @@ class Batch:
 
 CASES: dict[str, Lengths] = {
     "decodes": [(0, 1), (7, 1), (140, 1)],
+    "many decodes": [(number % 50, 1) for number in range(140)],
     "both": [(140, 1), (3, 1), (0, 20), (30, 9)],
 }
 # Query heads, dims of a latent vector and of a rotated key.
@@ -159,7 +166,7 @@ def test_attention_of_prompts_uses_uncompressed_keys_and_values(
     batch = Batch(dtype, lengths, heads, latent, rotated)
     tokens, own, metadata = batch.query.shape[0], batch.own_vectors(), batch.metadata()
     metadata.has_past = has_past
-    query = _random(tokens, heads, plain + rotated, dtype=dtype, seed=4)
+    query = _random(tokens, heads + 1, plain + rotated, dtype=dtype, seed=4)[:, :heads]
     spec = AttentionSpec(scale=(plain + rotated) ** -0.5, latent_size=latent)
     inputs = query, own[:, :latent], own[:, latent:], batch.cache
 
@@ -209,3 +216,58 @@ def test_latent_vectors_and_rotated_keys_are_written_to_their_slots(dtype, is_ne
 
     for ours, theirs in zip(*results, strict=True):
         _close(ours, theirs, 2)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "latent", "rotated", "plain", "values"),
+    [(3, 36, 8, 20, 12), (5, 64, 16, 64, 32)]
+    + ([] if IS_INTERPRETED else [(16, 512, 64, 128, 128)]),
+)
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_decodes_normalise_rotate_store_and_attend_as_separate_operators(
+    dtype, is_neox, heads, latent, rotated, plain, values, tokens
+):
+    batch = Batch(dtype, [(9 + 3 * n, 1) for n in range(tokens)], heads, latent, rotated)
+    metadata = batch.metadata()
+    last = [(table, past) for table, (past, _) in zip(batch.tables, batch.lengths, strict=True)]
+    slots = [int(table[past // 4]) * 4 + past % 4 for table, past in last]
+    metadata.slot_mapping = torch.tensor(slots).to(DEVICE)
+    spec = AttentionSpec(scale=(plain + rotated) ** -0.5, latent_size=latent)
+    wide = _random(tokens, heads * (plain + rotated) + latent + rotated, dtype=dtype, seed=5)
+    angles = _random(200, rotated, dtype=torch.float32, seed=6)
+    positions = torch.tensor([past for _, past in last]).to(DEVICE)
+    norm, matrices = _random(latent, dtype=dtype, seed=7), _heads(batch, plain, values)
+    results = []
+    for ops in (TritonOps(), None):
+        cache, mine = batch.cache.clone(), wide.clone()
+        query, vector, key = mine.split([heads * (plain + rotated), latent, rotated], dim=1)
+        query = query.view(tokens, heads, plain + rotated)
+        if ops is not None:
+            rows = LatentRows(query, vector, key, norm, 1e-6)
+            rotation = Rotation(angles, positions, is_neox)
+            output = ops.decoded_latents(rows, rotation, cache, metadata, spec, matrices)
+            assert output is not None
+        else:
+            vector = reference.rms_norm(vector, norm, 1e-6)
+            reference.rope_and_cache_latent(
+                query, vector, key, angles, positions, cache, metadata.slot_mapping, is_neox
+            )
+            output = reference.latent_attention(
+                query, vector, key, cache, batch.metadata(0), spec, matrices
+            )
+        results.append((output, cache.nan_to_num()))
+
+    for ours, theirs in zip(*results, strict=True):
+        _close(ours, theirs, 4)
+
+
+def test_prompts_and_fixed_sums_have_no_joint_operator():
+    batch = Batch(DTYPES[-1], CASES["both"], 5, 36, 8)
+    rows = LatentRows(batch.query, *[batch.query] * 3, 1e-6)
+    inputs = rows, Rotation(batch.query, batch.query, True), batch.cache, batch.metadata()
+    spec, heads = AttentionSpec(scale=0.3, latent_size=36), _heads(batch, 20, 12)
+    assert TritonOps().decoded_latents(*inputs, spec, heads) is None
+    decodes = Batch(DTYPES[-1], CASES["decodes"], 5, 36, 8).metadata()
+    fixed = TritonOps(is_deterministic=True)
+    assert fixed.decoded_latents(*inputs[:3], decodes, spec, heads) is None

@@ -234,13 +234,14 @@ SHAPES = {
     # As in Phi-3-mini: each of the stacked matrices begins at a block of 128 rows.
     "heads of 96, alone": Phi3Config(**{**_SIZES, "num_key_value_heads": 4}, pad_token_id=None),
     "experts": Qwen3MoeConfig(
-        **_SIZES, head_dim=64, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128
+        **{**_SIZES, "hidden_size": 512}, head_dim=64, num_experts=32, num_experts_per_tok=4,
+        moe_intermediate_size=256,
     ),
     "latent": DeepseekV2Config(
-        **{**_SIZES, "num_key_value_heads": 4}, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, kv_lora_rank=512, q_lora_rank=None, first_k_dense_replace=1,
-        n_routed_experts=16, num_experts_per_tok=6, moe_intermediate_size=128,
-        n_shared_experts=2,
+        **{**_SIZES, "hidden_size": 512, "num_key_value_heads": 4}, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, q_lora_rank=None,
+        first_k_dense_replace=1, n_routed_experts=16, num_experts_per_tok=6,
+        moe_intermediate_size=256, n_shared_experts=2,
     ),
 }  # fmt: skip
 """The sizes of heads of published models, to which the choice of kernels goes."""

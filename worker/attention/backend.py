@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, HeadNorms
 from trimaran.kernels.quantized import ByteInputs, ByteRows
 from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.config.pretrained_config import PretrainedConfig
@@ -147,8 +147,10 @@ class AttentionBackend(Protocol):
         positions_T: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate queries and keys, write keys and values to their slots, then attend.
+        """Rotate queries and keys, behind their ``norms`` if any, write keys and values to
+        their slots, then attend.
 
         ``heads`` holds the N queries, then the K keys and K values of each token, and is
         overwritten. Returns [T, N, H].
@@ -162,6 +164,7 @@ class AttentionBackend(Protocol):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         inputs: ByteInputs,
+        norms: HeadNorms | None = None,
     ) -> ByteRows | None:
         """`rotate_and_attend`, with each query head as a group of the inputs of an FP8 product
         [T, N * H]; None, without effect, where the device has no kernel for the step."""

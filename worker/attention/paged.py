@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.attention import (
+    AttentionMetadata,
+    AttentionSpec,
+    HeadNorms,
+    LatentHeads,
+    LatentRows,
+    Rotation,
+)
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.quantized import ByteInputs, ByteRows
 from trimaran.worker.layers.rotary import RotaryEmbedding
@@ -53,17 +60,24 @@ class PagedAttention:
         positions_T: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their slots, then attend."""
         # If angles depend on a sequence's length, a position alone does not determine them.
         if not rotary.switch_at:
             output_TNH = self._ops.rotated_attention(
-                heads_TAH, rotary.cos_sin, kv_cache, metadata, self.spec, rotary.is_neox
+                heads_TAH,
+                rotary.cos_sin,
+                kv_cache,
+                metadata,
+                self.spec,
+                rotary.is_neox,
+                norms,
             )
             if output_TNH is not None:
                 return output_TNH
         slots_T, scales_4K = metadata.slot_mapping, self.spec.kv_scales
-        rotary.forward(heads_TAH, positions_T, kv_cache, slots_T, scales_4K)
+        rotary.forward(heads_TAH, positions_T, kv_cache, slots_T, scales_4K, norms)
         query_TNH = heads_TAH[:, : -2 * kv_cache.shape[3]]
         return self.attend(query_TNH, kv_cache, metadata)
 
@@ -74,12 +88,20 @@ class PagedAttention:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         inputs: ByteInputs,
+        norms: HeadNorms | None = None,
     ) -> ByteRows | None:
         """See `AttentionBackend`."""
         if rotary.switch_at:
             return None
         return self._ops.quantized_attention(
-            heads_TAH, rotary.cos_sin, kv_cache, metadata, self.spec, inputs, rotary.is_neox
+            heads_TAH,
+            rotary.cos_sin,
+            kv_cache,
+            metadata,
+            self.spec,
+            inputs,
+            rotary.is_neox,
+            norms,
         )
 
     def attend(
@@ -87,6 +109,19 @@ class PagedAttention:
     ) -> Tensor:
         """Attend to keys and values that were written earlier. Returns [T, N, H]."""
         return self._ops.paged_attention(query_TNH, kv_cache, metadata, self.spec)
+
+    def decode_latents(
+        self,
+        rows: LatentRows,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        heads: LatentHeads,
+    ) -> Tensor | None:
+        """Normalise, rotate and store the step's latent vectors, and attend to them. Returns
+        [T, N, V]; None, without effect, where the device has no such operator for the
+        step."""
+        return self._ops.decoded_latents(rows, rotation, kv_cache, metadata, self.spec, heads)
 
     def attend_to_latents(
         self,

@@ -15,8 +15,11 @@ from trimaran.kernels.reference import sigmoid
 from trimaran.kernels.routing import (
     ExpertCounter,
     ExpertForm,
+    ExpertMatrices,
     ExpertRouting,
     ExpertSlotTable,
+    MixtureInput,
+    MixtureWeights,
     Scoring,
 )
 from trimaran.worker.config.pretrained_config import PretrainedConfig
@@ -30,9 +33,10 @@ from trimaran.worker.layers.linear import (
     check_shape,
     copy_partition,
 )
-from trimaran.worker.layers.methods import ExpertMethod
+from trimaran.worker.layers.methods import ExpertMethod, UnquantizedLinearMethod
+from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.parallel.partition import DimPartition, even_partition
-from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
+from trimaran.worker.parallel.tensor_parallel import Addend, PendingSum, can_wait, split
 
 # Shapes: X experts, P parts of the ranks.
 
@@ -134,6 +138,17 @@ class Router(WholeLinear):
         return self._ops.choose_experts(
             logits_TX, self._routing, self.correction_bias, self.counter, self.table
         )
+
+    def mixture_parts(
+        self, rows: MixtureInput, routed: ExpertMatrices, shared: ExpertMatrices | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Ops.mixture_parts`; None also where scores or logits have biases, or experts
+        have slots."""
+        others = (self.bias, self.correction_bias, self.table)
+        if any(each is not None for each in others):
+            return None
+        weights = MixtureWeights(self.weight, routed, shared)
+        return self._ops.mixture_parts(rows, weights, self._routing, self.counter)
 
 
 class ExpertMatrix:
@@ -279,6 +294,13 @@ class Experts(nn.Module):
         return ExpertForm(self.biases.gate_up.data, self.biases.down.data, *self._glu)
 
     @property
+    def plain_matrices(self) -> ExpertMatrices | None:
+        """All matrices, if they are in the model's dtype and experts are plain SwiGLU."""
+        if self.biases is not None or not isinstance(self.method, UnquantizedExpertMethod):
+            return None
+        return ExpertMatrices(self.gate_up, self.down)
+
+    @property
     def num_slots(self) -> int:
         """Slots of experts on this rank."""
         return self.gate_up.shape[0]
@@ -343,6 +365,17 @@ class SharedExpert(nn.Module):
             return output_TD
         return output_TD.mul_(sigmoid(self.router.forward(x_TD).float()))
 
+    @property
+    def plain_matrices(self) -> ExpertMatrices | None:
+        """The matrices, if they are in the model's dtype and the expert is a SwiGLU without a
+        router."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        is_plain = self.router is None and self.act.is_fused(gate_up) and down.bias is None
+        for linear in (gate_up, down):
+            is_plain &= isinstance(linear.method, UnquantizedLinearMethod)
+            is_plain &= not linear.lora.is_active
+        return ExpertMatrices(gate_up.weight, down.weight) if is_plain else None
+
 
 class ExpertMLP(nn.Module):
     """The weighted sum of each token's chosen experts, and of the shared expert if any."""
@@ -369,6 +402,24 @@ class ExpertMLP(nn.Module):
         if can_wait(self._tp, residual_TD):
             return PendingSum(output_TD, self._tp)
         return self._tp.all_reduce(output_TD)
+
+    def forward_with_norm(
+        self, norm: RMSNorm, addend_TD: Addend, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """`forward` of the norm of ``addend + residual``, as float32 parts [S, T, D], and that
+        sum; None, without effect, where no operator computes all of it."""
+        if self._dispatch is not None or self._tp.size > 1 or residual_TD is None:
+            return None
+        assert not isinstance(addend_TD, PendingSum), "a single rank has no sum to wait for"
+        routed, shared = self.experts.plain_matrices, None
+        if self.shared_expert is not None:
+            shared = self.shared_expert.plain_matrices
+            if shared is None:
+                return None
+        if routed is None:
+            return None
+        rows = MixtureInput(addend_TD, residual_TD, norm.weight, norm.eps)
+        return self.router.mixture_parts(rows, routed, shared)
 
     def make_slots(self, slots: ExpertSlots, num_spare: int) -> None:
         """Route by ``slots``, and allocate ``num_spare`` more slots on each rank.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
+from trimaran.kernels.attention import HeadNorms
 from trimaran.worker.config.huggingface_keys import yarn_scale
 from trimaran.worker.layers.linear import LayerContext
 
@@ -66,14 +67,23 @@ class RotaryEmbedding(nn.Module):
         kv_cache: Tensor,
         slots_T: Tensor,
         scales_4K: Tensor | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
-        """Rotate query and key heads in place and store keys and values at their slots.
+        """Rotate query and key heads in place, behind their ``norms`` if any, and store keys
+        and values at their slots.
 
         ``heads`` holds the queries, then the K keys and K values that ``kv_cache`` takes.
         ``scales`` are those of a quantized cache.
         """
         self._ops.rope_and_cache(
-            heads_TAH, self.cos_sin, positions_T, kv_cache, slots_T, self.is_neox, scales_4K
+            heads_TAH,
+            self.cos_sin,
+            positions_T,
+            kv_cache,
+            slots_T,
+            self.is_neox,
+            scales_4K,
+            norms,
         )
 
     def rotates_whole_heads(self, head_size: int) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
-from trimaran.kernels.attention import LatentHeads
+from trimaran.kernels.attention import AttentionMetadata, LatentHeads, LatentRows, Rotation
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec, attention_spec
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.config.pretrained_config import PretrainedConfig
@@ -15,8 +16,10 @@ from trimaran.worker.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
     MergedColumnParallelLinear,
+    ParallelLinear,
     RowParallelLinear,
 )
+from trimaran.worker.layers.methods import UnquantizedLinearMethod
 from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, StageRange, WeightTarget
@@ -82,6 +85,8 @@ class LatentAttention(nn.Module):
         self._ops = context.ops
         # All layers share this module, which the model owns.
         self._rotary = [rotary]
+        self._joint_ED: Tensor | None = None
+        self._joint_places: list[int] = []
         spec = replace(attention_spec(config, number), latent_size=rank)
         self.backend = PagedAttention(context.ops, spec)
 
@@ -98,31 +103,91 @@ class LatentAttention(nn.Module):
         Returns the output, or None if it is in the residual already. With an output, the
         residual is narrowed already, as the output is.
         """
-        metadata, rotary, query_rank = context.attention, self._rotary[0], self._query_rank
-        vectors = self.down_proj.forward(hidden_TD)
-        latent_TL = vectors[:, query_rank : query_rank + self._latent_size]
-        key_TR = vectors[:, query_rank + self._latent_size :]
-        query_input = hidden_TD
-        if query_rank:
-            query_input, _ = self.q_norm.forward(vectors[:, :query_rank], None)
-        query = self.q_proj.forward(query_input)
+        rotary, norm = self._rotary[0], self.kv_norm
+        query_TNH, latent_TL, key_TR = self._project(hidden_TD)
+        rows = LatentRows(query_TNH, latent_TL, key_TR, norm.weight, norm.eps)
+        rotation = Rotation(rotary.cos_sin, positions_T, rotary.is_neox)
+        heads = LatentHeads(self.key_up.weight, self.value_up.weight)
+        output_TNV = self.backend.decode_latents(
+            rows, rotation, kv_cache, context.attention, heads
+        )
+        if output_TNV is None:
+            output_TNV = self._attend(rows, rotation, kv_cache, context.attention, heads)
+        return self.o_proj.add_to(residual_TD, context.narrow(output_TNV.flatten(1)))
+
+    @property
+    def joinable(self) -> tuple[ParallelLinear, ...]:
+        """The linear layers whose products can be parts of one: none if they are quantized or
+        have biases, or if queries come from compressed vectors."""
+        linears = self.q_proj, self.down_proj
+        if self._query_rank or not all(each.bias is None for each in linears):
+            return ()
+        is_plain = all(isinstance(each.method, UnquantizedLinearMethod) for each in linears)
+        return linears if is_plain else ()
+
+    def join_products(self) -> None:
+        """Let one product compute queries and latent vectors, whose weights become parts of one
+        matrix, if they are `joinable`. Call after the weights are loaded."""
+        weights = [linear.weight for linear in self.joinable]
+        if not weights:
+            return
+        joint_ED = torch.cat([weight.data for weight in weights])
+        parts = torch.split(joint_ED, [len(weight) for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
+        self._joint_ED, self._joint_places = joint_ED, self._places()
+
+    def _joint(self) -> Tensor | None:
+        """The matrix of `join_products`; None while another method multiplies, or after the
+        weights were replaced."""
+        if self._joint_ED is None or not self.joinable or self._places() != self._joint_places:
+            return None
+        return self._joint_ED
+
+    def _places(self) -> list[int]:
+        return [linear.weight.data_ptr() for linear in self.joinable]
+
+    def _project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, N, H], latent vectors [T, L] and rotated keys [T, R], none of them
+        normalised or rotated."""
+        query_rank, joint_ED = self._query_rank, self._joint()
+        if joint_ED is not None:
+            both = self._ops.linear(hidden_TD, joint_ED)
+            sizes = [len(self.q_proj.weight), len(self.down_proj.weight)]
+            query, vectors = torch.split(both, sizes, dim=1)
+        else:
+            vectors = self.down_proj.forward(hidden_TD)
+            query_input = hidden_TD
+            if query_rank:
+                query_input, _ = self.q_norm.forward(vectors[:, :query_rank], None)
+                vectors = vectors[:, query_rank:]
+            query = self.q_proj.forward(query_input)
         query_TNH = query.view(query.shape[0], -1, self._head_size)
-        latent_TL, _ = self.kv_norm.forward(latent_TL, None)
+        return query_TNH, vectors[:, : self._latent_size], vectors[:, self._latent_size :]
+
+    def _attend(
+        self,
+        rows: LatentRows,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        heads: LatentHeads,
+    ) -> Tensor:
+        """Normalise, rotate, store and attend in turn. Returns [T, N, V]."""
+        latent_TL, _ = self.kv_norm.forward(rows.latent, None)
         self._ops.rope_and_cache_latent(
-            query_TNH,
+            rows.query,
             latent_TL,
-            key_TR,
-            rotary.cos_sin,
-            positions_T,
+            rows.key,
+            rotation.cos_sin,
+            rotation.positions,
             kv_cache,
             metadata.slot_mapping,
-            rotary.is_neox,
+            rotation.is_neox,
         )
-        heads = LatentHeads(self.key_up.weight, self.value_up.weight)
-        output_TNV = self.backend.attend_to_latents(
-            query_TNH, (latent_TL, key_TR), kv_cache, metadata, heads
+        return self.backend.attend_to_latents(
+            rows.query, (latent_TL, rows.key), kv_cache, metadata, heads
         )
-        return self.o_proj.add_to(residual_TD, context.narrow(output_TNV.flatten(1)))
 
 
 class DeepseekLayer(ExpertLayer):
@@ -159,6 +224,14 @@ class DeepseekV2ForCausalLM(MixtralForCausalLM):
             config.rope_scaling,
             is_neox=config.position_embedding_type != "rope_gptj",
         )
+
+    def process_weights_after_loading(self) -> None:
+        """Also join products of one input. A CPU's weights may be mapped from a file, and joint
+        weights would be copies."""
+        super().process_weights_after_loading()
+        for module in self.modules():
+            if isinstance(module, LatentAttention) and self.device.type != "cpu":
+                module.join_products()
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """One entry a layer of this stage, in order; every rank caches whole vectors."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from trimaran.kernels.attention import HeadNorms
 from trimaran.kernels.quantized import ByteRows
 from trimaran.worker.attention.backend import (
     AttentionBackend,
@@ -111,7 +112,7 @@ class LlamaAttention(nn.Module):
             if grouped is not None:
                 return self.o_proj.add_to(residual_TD, grouped)
         output = self.backend.rotate_and_attend(
-            heads_TAH, self._rotary[0], positions_T, kv_cache, attention
+            heads_TAH, self._rotary[0], positions_T, kv_cache, attention, self._norms
         ).flatten(1)
         return self.o_proj.add_to(residual_TD, output if is_narrow else context.narrow(output))
 
@@ -128,7 +129,7 @@ class LlamaAttention(nn.Module):
         if inputs is None:
             return None
         return self.backend.rotate_and_quantize(
-            heads_TAH, self._rotary[0], kv_cache, context.attention, inputs
+            heads_TAH, self._rotary[0], kv_cache, context.attention, inputs, self._norms
         )
 
     def _store(
@@ -142,20 +143,19 @@ class LlamaAttention(nn.Module):
         heads_TAH = self._heads(self.qkv_proj.keys_and_values(hidden_TD))
         slots_T = context.attention.slot_mapping
         scales_4K = self.backend.spec.kv_scales
-        self._rotary[0].forward(heads_TAH, positions_T, kv_cache, slots_T, scales_4K)
+        rotary = self._rotary[0]
+        rotary.forward(heads_TAH, positions_T, kv_cache, slots_T, scales_4K, self._norms)
 
     def _heads(self, product: Tensor) -> Tensor:
-        """The heads of a product [T, A * H]; queries and keys are normalised in place."""
-        heads_TAH = product.view(product.shape[0], -1, self.head_size)
-        if self.has_head_norms:
-            self._ops.norm_heads(
-                heads_TAH,
-                self.q_norm.weight,
-                self.k_norm.weight,
-                self.qkv_proj.num_kv_heads,
-                self.q_norm.eps,
-            )
-        return heads_TAH
+        """The heads of a product [T, A * H]."""
+        return product.view(product.shape[0], -1, self.head_size)
+
+    @property
+    def _norms(self) -> HeadNorms | None:
+        """The norms of heads, if any."""
+        if not self.has_head_norms:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class LlamaMLP(nn.Module):
@@ -230,6 +230,10 @@ class LlamaLayer(nn.Module):
         normed, residual = self.normalise(hidden_TD, residual_TD, context)
         residual = context.narrow(residual)
         attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
+        return self.mix(attended, residual)
+
+    def mix(self, attended: Addend, residual: Tensor) -> tuple[Addend, Tensor]:
+        """The MLP of the norm of the sum of both, not added yet, and the sum."""
         normed, residual = self.mlp_norm.forward_to(first_linear(self.mlp), attended, residual)
         return self.mlp.forward(normed, residual), residual
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.experts import CORRECTED, ExpertMLP, expert_numbers
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, WeightTarget
 from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
+from trimaran.worker.parallel.tensor_parallel import Addend
 
 _NUM_ATTENTION_LINEARS = 4
 
@@ -26,6 +27,14 @@ class ExpertLayer(LlamaLayer):
         if number in config.dense_layers:
             return super().make_mlp(config, context, number)
         return ExpertMLP(config, context)
+
+    def mix(self, attended: Addend, residual: Tensor) -> tuple[Addend, Tensor]:
+        """See `LlamaLayer`; one operator where the device has one for the step."""
+        if isinstance(self.mlp, ExpertMLP):
+            found = self.mlp.forward_with_norm(self.mlp_norm, attended, residual)
+            if found is not None:
+                return found
+        return super().mix(attended, residual)
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

@@ -23,6 +23,7 @@ from trimaran.worker.layers.linear import (
     RowParallelLinear,
 )
 from trimaran.worker.layers.methods import UnquantizedLinearMethod
+from trimaran.worker.models.deepseek import LatentAttention
 from trimaran.worker.models.gemma import GemmaLayer
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.llama import LlamaLayer, LlamaMLP
@@ -73,11 +74,15 @@ def _products(model: nn.Module) -> Iterator[Product]:
     """The product of every layer and of the head, as the table names them."""
     gated = {id(linear) for linear in _gated(model)}
     adding = {id(linear) for linear in _adding(model)}
+    joined = {id(linear) for group in _joined(model) for linear in group}
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             outputs, inner = module.floats.shape
             yield Product(outputs, inner, "plain")
-        if not isinstance(module, ParallelLinear):
+        if isinstance(module, LatentAttention) and module.joinable:
+            shapes = [linear.weight.shape for linear in module.joinable]
+            yield Product(sum(shape[0] for shape in shapes), shapes[0][1], "plain")
+        if not isinstance(module, ParallelLinear) or id(module) in joined:
             continue
         if isinstance(module.method, UnquantizedLinearMethod):
             (outputs, inner), number = module.weight.shape, id(module)
@@ -85,6 +90,13 @@ def _products(model: nn.Module) -> Iterator[Product]:
             if number in gated or number in adding:
                 kind = "gated" if number in gated else "parts"
             yield Product(outputs, inner, kind)
+
+
+def _joined(model: nn.Module) -> Iterator[tuple[ParallelLinear, ...]]:
+    """The layers whose products are parts of one."""
+    for module in model.modules():
+        if isinstance(module, LatentAttention):
+            yield module.joinable
 
 
 def _gated(model: nn.Module) -> Iterator[ParallelLinear]:

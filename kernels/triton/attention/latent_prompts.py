@@ -66,10 +66,10 @@ def _step(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["query_start_loc", "seq_lens"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prompts_kernel(  # type: ignore[no-untyped-def]
     query, keys, rotated, values, output, past_output, past_log_sums, tiles, query_start_loc,
-    seq_lens, scale, cap, rotated_stride, NUM_HEADS: tl.constexpr, PLAIN: tl.constexpr,
-    PLAIN_PADDED: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PADDED: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_PAST: tl.constexpr,
+    seq_lens, scale, cap, query_stride, rotated_stride, NUM_HEADS: tl.constexpr,
+    PLAIN: tl.constexpr, PLAIN_PADDED: tl.constexpr, ROTATED: tl.constexpr,
+    ROTATED_PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HAS_CAP: tl.constexpr, HAS_PAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a sequence's queries of one head, over the step's tokens of the sequence.
@@ -85,8 +85,9 @@ def _prompts_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, VALUE_PADDED)[None, :]
     queries = start + tl.arange(0, TILE_M)
     is_row = (queries < num_queries)[:, None]
-    rows = ((first + queries).to(tl.int64) * NUM_HEADS + head)[:, None]
-    place = query + rows * (PLAIN + ROTATED)
+    tokens = (first + queries).to(tl.int64)[:, None]
+    rows = tokens * NUM_HEADS + head
+    place = query + tokens * query_stride + head * (PLAIN + ROTATED)
     near = tl.load(place + plain, mask=is_row & (plain < PLAIN), other=0.0)
     far = tl.load(place + PLAIN + behind, mask=is_row & (behind < ROTATED), other=0.0)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -131,9 +132,9 @@ def attend_prompts(
 
     The step's own tokens get keys and values of each head, which takes a third of the
     operations of attention over latent vectors. Tokens cached before the step are attended as
-    latent vectors, if the metadata allows for any. Windows are not supported. ``query`` and
-    ``output`` are contiguous. A sequence's result depends, by rounding, on how its prompt is
-    split into steps.
+    latent vectors, if the metadata allows for any. Windows are not supported. ``output`` is
+    contiguous, as are the heads of a token's ``query``. A sequence's result depends, by
+    rounding, on how its prompt is split into steps.
     """
     num_heads, plain = heads.key_up.shape[0], heads.key_up.shape[2]
     vectors_TNL = latent_TL.unsqueeze(1).expand(-1, num_heads, -1)
@@ -155,7 +156,8 @@ def attend_prompts(
     _prompts_kernel[(most * num_heads,)](
         query_TNH, key_TNP, key_TR, value_TNV, output_TNV, past_TNV, log_sums_TN, tiles,
         metadata.query_start_loc[first:], metadata.seq_lens[first:], scale, cap,
-        key_TR.stride(0), NUM_HEADS=num_heads, PLAIN=plain, PLAIN_PADDED=_padded(plain),
+        query_TNH.stride(0), key_TR.stride(0), NUM_HEADS=num_heads, PLAIN=plain,
+        PLAIN_PADDED=_padded(plain),
         ROTATED=rotated, ROTATED_PADDED=_padded(rotated), VALUE=value,
         VALUE_PADDED=_padded(value), TILE_M=config.tile_m, TILE_N=config.tile_n,
         HAS_CAP=spec.soft_cap > 0, HAS_PAST=metadata.has_past,

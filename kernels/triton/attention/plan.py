@@ -116,10 +116,14 @@ def plan_decodes(
     heads: tuple[int, int, int],
     num_sequences: int,
     is_fixed: bool,
+    *,
+    min_split: int = MIN_SPLIT,
+    programs_per_sm: int = PROGRAMS_PER_SM,
 ) -> DecodePlan:
     """Plan the splits of the first ``num_sequences`` sequences, each with one query.
 
-    ``heads`` are the numbers of query and of key-value heads and the head size. Without
+    ``heads`` are the numbers of query and of key-value heads and the head size. A split has at
+    least ``min_split`` keys. Without
     ``is_fixed`` the splits divide all keys of the step, so a long sequence beside short
     sequences gets more programs. Lengths are read on the device alone: safe under CUDA graph
     capture.
@@ -127,7 +131,7 @@ def plan_decodes(
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device
     processors = num_processors(device)
-    target = max(1, processors * PROGRAMS_PER_SM // num_kv_heads)
+    target = max(1, processors * programs_per_sm // num_kv_heads)
     most = num_sequences + target
     num_programs = most
     if is_fixed:
@@ -146,7 +150,7 @@ def plan_decodes(
         metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.splits,
         plan.counters, num_sequences, target, KV_HEADS=num_kv_heads, WINDOW=spec.window,
         SINKS=spec.num_sinks, TILE=TILE, FIXED=FIXED_SPLIT if is_fixed else 0,
-        MAX_SPLITS=MAX_FIXED_SPLITS, MIN=MIN_SPLIT, HAS_ROWS=has_rows,
+        MAX_SPLITS=MAX_FIXED_SPLITS, MIN=min_split, HAS_ROWS=has_rows,
         SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
     )  # fmt: skip
     return plan

@@ -38,6 +38,27 @@ def test_the_first_entry_that_holds_the_rows_is_chosen(rows, cut):
     assert TABLE.pick(rows, (8, 256, 128), "gated") == cut
 
 
+def test_where_no_measured_tile_shape_is_faster_the_rule_chooses():
+    entries = {
+        "8x256x128 gated": [(16, [64, 16, 1]), (64, None), (128, [16, 32, 128, 4, 3])],
+        "8x128x128 plain": [(16, [128, 16, 1]), (64, None), (128, [16, 64, 128, 4, 4])],
+    }
+    table, shape = GroupedTable(entries), (8, 256, 128)
+
+    assert table.pair(16, shape, has_own=True) == (GroupedShape(64, 16), GroupedShape(128, 16))
+    assert table.pair(17, shape, has_own=True) == (None, None)
+    rule = derived_shape(64, 8)
+    assert rule is not None
+    assert table.pair(64, shape, has_own=True) == (rule, rule)
+    assert table.pair(64, shape, has_own=False) == (None, None)
+    triton = TritonCut(16, 32, 128, 4, 3), TritonCut(16, 64, 128, 4, 4)
+    assert table.pair(65, shape, has_own=True) == triton
+    for other in ((8, 256, 132), (8, 260, 128), (600, 256, 128)):
+        assert table.pair(2000, other, has_own=True) == (None, None)
+    beyond = derived_shape(129, 8)
+    assert table.pair(129, shape, has_own=True) == (beyond, beyond)
+
+
 def test_weights_without_measurements_have_no_tile_shape():
     assert TABLE.pick(1, (8, 256, 128), "plain") is None
     assert TABLE.pick(1, (4, 256, 128), "gated") is None

@@ -34,7 +34,7 @@ def test_a_kernel_compiles_for_each_dtype_of_the_cache(
         **dict.fromkeys(OF_QUERIES, "*" + element), **dict.fromkeys(INTEGERS, "*i32"),
         **dict.fromkeys(FLOATS, "*fp32"), "cache": "*" + (cached or element),
         "tree_masks": "*i64", "scale": "fp32", "cap": "fp32", "positions": "*i64",
-        "slots": "*i64",
+        "slots": "*i64", "query_norm": "*" + element, "key_norm": "*" + element, "eps": "fp32",
     }  # fmt: skip
     options = {"num_warps": 8 if kernel == "prefill" else 4, "num_stages": 2}
     made = compile_for_hopper(
@@ -43,7 +43,8 @@ def test_a_kernel_compiles_for_each_dtype_of_the_cache(
         SINKS=0, HAS_WINDOW=False, HAS_BIAS=False, HAS_CAP=False, HAS_SCALES=bool(cached),
         HAS_SINKS=element == "bf16", HAS_TREE=element == "fp16",
         PRECISION="tf32", TILE_M=128, TILE_N=128, WINDOW=0, HEAD_SIZE=128, HALF=64,
-        PADDED=128 if kernel == "write" else 64, REST=0, HEADS=8, IS_NEOX=True, OVERLAPS=True,
+        HAS_NORMS=element == "bf16", PADDED=128 if kernel == "write" else 64, REST=0, HEADS=8,
+        IS_NEOX=True, OVERLAPS=True,
     )  # fmt: skip
     assert made.shared_bytes <= MAX_SHARED_BYTES
     assert made.cubin_bytes > 0

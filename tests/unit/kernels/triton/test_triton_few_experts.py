@@ -8,7 +8,7 @@ import torch
 from trimaran.kernels import reference
 from trimaran.kernels.experts.floats import MeasuredExperts
 from trimaran.kernels.tables.grouped_table import GroupedTable
-from trimaran.kernels.triton.few_experts import can_stream, stream_experts
+from trimaran.kernels.triton.few_tokens.few_experts import can_stream, stream_experts
 
 
 def make(tokens, experts, chosen, hidden, inner):

@@ -24,8 +24,8 @@ NAMES = {
         "256000x3584 plain",
     ],
     "deepseek_lite": [
-        "576x2048 plain", "3072x2048 plain", "2048x2048 parts", "21888x2048 gated",
-        "2048x10944 parts", "5632x2048 gated", "2048x2816 plain", "102400x2048 plain",
+        "3648x2048 plain", "2048x2048 parts", "21888x2048 gated", "2048x10944 parts",
+        "5632x2048 gated", "2048x2816 plain", "102400x2048 plain",
     ],
 }  # fmt: skip
 
