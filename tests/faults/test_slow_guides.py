@@ -119,7 +119,8 @@ def test_other_requests_do_not_wait_for_slow_guides(server: Served, case: str) -
     print(f"\n{case}: {gaps}, honest {longest_s:.2f} s, {len(bystander.texts)} text(s)")
     for status, answer in answers:
         print(status, str(answer)[:200])
-        assert status == 200 or "--guide" in str(answer)
+        # A guide has limits of time, which a flag sets, and of memory.
+        assert status == 200 or "--guide" in str(answer) or "memory" in str(answer)
     assert not gaps.errors
     assert gaps.stream_s < MAX_GAP_S
     assert gaps.probe_s < MAX_GAP_S
