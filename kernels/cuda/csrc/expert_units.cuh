@@ -51,6 +51,7 @@ struct Arguments {
 };
 
 #include "expert_runs.cuh"
+#include "unit_ring.cuh"
 
 namespace {
 
@@ -62,31 +63,8 @@ __device__ __forceinline__ int columns_of(int rows) {
     return rows <= 64 ? 64 : rows <= 96 ? 96 : 128;
 }
 
-// The warpgroup of this thread, in a form that the compiler takes as uniform in a warp.
-__device__ __forceinline__ int warpgroup() {
-    return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-}
-
-struct StageRing {
-    u32 tiles, full, empty;
-    int stages;
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ u32 x() const { return tiles + stage * kStageBytes; }
-    __device__ u32 unit(int tile) const { return x() + kTokenBytes + tile * kUnitBytes; }
-    __device__ u32 filled() const { return full + 8 * stage; }
-    __device__ u32 released() const { return empty + 8 * stage; }
-    __device__ void advance() {
-        if (++stage == stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 // The step-th units of neighbouring tiles into a stage; `from` is the first unit of the first tile.
-__device__ __forceinline__ void fill_units(const Arguments& args, const StageRing& ring,
+__device__ __forceinline__ void fill_units(const Arguments& args, const UnitRing& ring,
                                            const unsigned char* from, int count, int step,
                                            u64 policy) {
     const u64 pitch = static_cast<u64>(args.inner_steps) * kUnitBytes;
@@ -111,7 +89,7 @@ struct RowMaps {
 };
 
 // Rows from `first` on into a stage: as many as an instruction has columns.
-__device__ __forceinline__ void fill_rows(const StageRing& ring, const RowMaps& maps, int first,
+__device__ __forceinline__ void fill_rows(const UnitRing& ring, const RowMaps& maps, int first,
                                           int columns, int step) {
     const bool is_wide = columns >= kWide;
     const TensorMap* map = is_wide ? maps.wide : maps.narrow;
@@ -209,7 +187,7 @@ __device__ __forceinline__ void store_tile(const Arguments& args, const WORK& wo
 }
 
 // The barriers and the ring of a block; `arrivals`: of warps that release a stage. One thread.
-__device__ __forceinline__ void init_ring(const StageRing& ring, int arrivals) {
+__device__ __forceinline__ void init_ring(const UnitRing& ring, int arrivals) {
     for (int n = 0; n < ring.stages; ++n) {
         barrier_init(ring.full + 8 * n, 2);
         barrier_init(ring.empty + 8 * n, arrivals);

@@ -41,7 +41,7 @@ __device__ __forceinline__ u64 uniform_operand(u32 address) {
 }
 
 __device__ __forceinline__ void copy_units(const Arguments& args, const Plan& plan,
-                                           StageRing ring) {
+                                           UnitRing ring) {
     const int groups = num_groups(args, plan);
     for (int group = blockIdx.x; group < groups; group += gridDim.x) {
         const Work work(args, plan, group, 0);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy_units(const Arguments& args, const Plan& pl
     }
 }
 
-__device__ __forceinline__ void copy_rows(const Arguments& args, const Plan& plan, StageRing ring,
+__device__ __forceinline__ void copy_rows(const Arguments& args, const Plan& plan, UnitRing ring,
                                           const RowMaps& maps) {
     const int groups = num_groups(args, plan);
     for (int group = blockIdx.x; group < groups; group += gridDim.x) {
@@ -97,12 +97,12 @@ FRAGMENT_PRODUCT_OF(8)
 struct Multiplier {
     const Arguments& args;
     const int tile;
-    StageRing ring;
+    UnitRing ring;
     u32 last = 0;  // the barrier of the preceding unit
     ExpertUnit unit;
     u32 a[2][kBatch][4];
 
-    __device__ Multiplier(const Arguments& args, const StageRing& ring)
+    __device__ Multiplier(const Arguments& args, const UnitRing& ring)
         : args(args), tile(warpgroup()), ring(ring) {}
 
     __device__ __forceinline__ void load() {
@@ -191,7 +191,7 @@ __device__ __forceinline__ void make_fitting_run(const Arguments& args, const Wo
 }
 
 __device__ __forceinline__ void multiply_groups(const Arguments& args, const Plan& plan,
-                                                const StageRing& ring) {
+                                                const UnitRing& ring) {
     const int groups = num_groups(args, plan);
     if (blockIdx.x >= groups) return;
     float sums[kSums];
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + kCopiers, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ __align__(8) u64 barriers[2 * kMostStages];
     __shared__ Plan plan;
-    StageRing ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers),
+    UnitRing ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers),
                    shared_address(barriers + kMostStages), args.stages};
     if (threadIdx.x == kThreads) {
         prefetch_map(&map_narrow);

@@ -60,7 +60,7 @@ __device__ __forceinline__ void for_each_piece(const Arguments& args, const Plan
 }
 
 __device__ __forceinline__ void copy_units(const Arguments& args, const Plan& plan,
-                                           StageRing ring) {
+                                           UnitRing ring) {
     for_each_piece(args, plan, [&](const Piece& piece) {
         const unsigned char* from = units_of(args, piece.expert, piece.tile);
         for (int n = 0; n < args.inner_steps; ++n, ring.advance()) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void copy_units(const Arguments& args, const Plan& pl
     });
 }
 
-__device__ __forceinline__ void copy_rows(const Arguments& args, const Plan& plan, StageRing ring,
+__device__ __forceinline__ void copy_rows(const Arguments& args, const Plan& plan, UnitRing ring,
                                           const RowMaps& maps) {
     for_each_piece(args, plan, [&](const Piece& piece) {
         const int columns = columns_of(piece.rows);
@@ -82,10 +82,10 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Plan& pla
 // The products of one warp, with DEPTH tiles and EIGHTS eights of rows at a time.
 struct Multiplier {
     const Arguments& args;
-    StageRing ring;
+    UnitRing ring;
     u32 offsets[2];  // of this lane's 16 bytes of x: even and odd steps of 32 inputs of a panel
 
-    __device__ Multiplier(const Arguments& args, const StageRing& ring) : args(args), ring(ring) {
+    __device__ Multiplier(const Arguments& args, const UnitRing& ring) : args(args), ring(ring) {
         const u32 row = threadIdx.x % 8, chunk = threadIdx.x % 32 / 8;
         offsets[0] = row * kRowBytes + ((chunk ^ row) << 4);
         offsets[1] = offsets[0] ^ 64;
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + kCopiers, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ __align__(8) u64 barriers[2 * kMostStages];
     __shared__ Plan plan;
-    StageRing ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers),
+    UnitRing ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers),
                    shared_address(barriers + kMostStages), args.stages};
     if (threadIdx.x == kThreads) {
         prefetch_map(&map_narrow);

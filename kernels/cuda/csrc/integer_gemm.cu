@@ -55,6 +55,8 @@ struct Arguments {
     int is_float;  // whether out is float32
 };
 
+#include "unit_ring.cuh"
+
 namespace {
 
 // A block's tile, its part of the inner dimension and its rank among the blocks that share rows
@@ -75,29 +77,6 @@ struct Place {
     // The rank in the cluster of a block that shares rows of x with this one.
     __device__ int peer(const Arguments& args, int neighbour) const {
         return (part << args.sharing_bits) + neighbour;
-    }
-};
-
-// The warpgroup of this thread, in a form that the compiler takes as uniform in a warp.
-__device__ __forceinline__ int warpgroup() {
-    return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-}
-
-struct UnitRing {
-    u32 tiles, full, empty;
-    int stages;
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ u32 x() const { return tiles + stage * kStageBytes; }
-    __device__ u32 unit(int tile) const { return x() + kTokenBytes + tile * kUnitBytes; }
-    __device__ u32 filled() const { return full + 8 * stage; }
-    __device__ u32 released() const { return empty + 8 * stage; }
-    __device__ void advance() {
-        if (++stage == stages) {
-            stage = 0;
-            parity ^= 1;
-        }
     }
 };
 

@@ -25,6 +25,11 @@ constexpr int kZeroBytes = INT_ZEROS ? 128 : 0;
 constexpr int kUnitBytes = kValuesBytes + INT_GROUPS * (kScaleBytes + kZeroBytes);
 constexpr int kSteps = kUnitInputs / 16;
 
+// The warpgroup of this thread, in a form that the compiler takes as uniform in a warp.
+__device__ __forceinline__ int warpgroup() {
+    return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+}
+
 // Copies bytes of global memory, 16 or more, which count for a barrier.
 __device__ __forceinline__ void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier,
                                            u64 policy) {

@@ -73,11 +73,6 @@ struct Tile {
     }
 };
 
-// The warpgroup of this thread, in a form that the compiler takes as uniform in a warp.
-__device__ __forceinline__ int warpgroup() {
-    return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-}
-
 struct Ring {
     u32 stages, full, empty;
     int bytes, count;

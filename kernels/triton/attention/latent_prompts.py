@@ -132,9 +132,9 @@ def attend_prompts(
 
     The step's own tokens get keys and values of each head, which takes a third of the
     operations of attention over latent vectors. Tokens cached before the step are attended as
-    latent vectors, if the metadata allows for any. Windows are not supported. ``output`` is
-    contiguous, as are the heads of a token's ``query``. A sequence's result depends, by
-    rounding, on how its prompt is split into steps.
+    latent vectors, if the metadata allows for any. Windows are not supported. ``output`` and
+    the heads of a token in ``query`` are contiguous. The split of a prompt into steps changes
+    the rounding of a sequence's result.
     """
     num_heads, plain = heads.key_up.shape[0], heads.key_up.shape[2]
     vectors_TNL = latent_TL.unsqueeze(1).expand(-1, num_heads, -1)

@@ -16,7 +16,13 @@ from trimaran.kernels.quantized import FP8, BlockMap, ByteInputs, ByteWeight
 from trimaran.kernels.tables.product_table import GemmShape, SkinnyShape
 from trimaran.kernels.triton import byte_rows, elementwise, norm
 from trimaran.kernels.triton.byte_gemm import Inputs, Tile, multiply_stream, multiply_tiles
-from trimaran.kernels.triton.byte_inputs import quantize_groups, quantize_tokens
+from trimaran.kernels.triton.byte_inputs import (
+    Choices,
+    quantize_choices,
+    quantize_groups,
+    quantize_tokens,
+)
+from trimaran.kernels.triton.experts import sort_assignments
 
 INPUTS = {
     "token": ByteInputs(),
@@ -272,3 +278,24 @@ def test_whole_products_of_few_outputs_are_split():
     cut = byte_gemm.whole_cut(128, 4096, 14336, 132)
     assert cut == GemmShape(128, 64, 2)
     cut.check("plain")
+
+
+@pytest.mark.parametrize("form", ["token", "powers", "bound"])
+def test_tokens_are_quantized_in_the_order_of_their_experts(form):
+    x, ids = exact(6, 96, 7), torch.tensor([[0, 3], [3, 1], [4, 0], [1, 3], [0, 1], [3, 2]])
+    ids, first, count = ids.to(torch.int32), 1, 3
+    order, totals, positions = sort_assignments(ids, count, first)
+    choices = Choices(ids, first, count, (order, totals), of_tokens=True)
+
+    values, scales = quantize_choices(x, choices, INPUTS[form])
+
+    alone = quantize_tokens(x, INPUTS[form])
+    own = 0
+    for token, places in enumerate(positions.tolist()):
+        for place in places:
+            if place >= 0:
+                expected = alone[0][token : token + 1], alone[1][token : token + 1]
+                same((values[place : place + 1], scales[place : place + 1]), expected)
+                own += 1
+    # The experts 1 to 3 of this rank.
+    assert own == int(((ids >= 1) & (ids <= 3)).sum()) == 8
