@@ -11,7 +11,7 @@ template <int CHUNKS>
 struct Scales {
     const float* of_outputs[GROUPED_MI][2];
     const float* of_rows;
-    int count;                     // of the run's rows, less this thread's first one
+    int count;                     // of the run's rows from this thread's first one on
     float outputs[GROUPED_MI][2];  // of this step, or of all
     float rows[2 * CHUNKS][2];
 
@@ -38,7 +38,7 @@ struct Scales {
             }
         }
         const int first = 2 * (lane % 4);
-        count = max(work.rows - first, 1);
+        count = work.rows - first;
         of_rows = args.scales_x + static_cast<long long>(work.first_row + first) * row_pitch(args);
 #ifndef GEMM_GROUPS
         load_rows(args, 0);
@@ -53,7 +53,7 @@ struct Scales {
 #endif
     }
 
-    // Rows behind the last one have the scales of the first, and are not stored.
+    // Rows behind the run's last one are not stored, and may lie behind the last scale.
     __device__ __forceinline__ void load_rows(const Arguments& args, int step) {
         const int pitch = row_pitch(args);
 #pragma unroll
@@ -61,7 +61,7 @@ struct Scales {
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const int row = 8 * eight + n;
-                rows[eight][n] = __ldcg(of_rows + (row < count ? row : 0) * pitch + step);
+                rows[eight][n] = row < count ? __ldcg(of_rows + row * pitch + step) : 0.0f;
             }
         }
     }
