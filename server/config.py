@@ -87,6 +87,9 @@ class FrontendConfig:
     http_max_pending_bytes: int = 256 << 20
     """Limit on the long bodies that have come, in part or whole, and are not yet decoded."""
 
+    grpc_max_pending_bytes: int = 256 << 20
+    """Limit on the long gRPC messages that have come and are not yet decoded."""
+
     exit_timeout_s: float = 30.0
     """Longest drain, in seconds."""
 

@@ -13,7 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.administration import ChangeableState, OwnAdministration
+from trimaran.server.administration import CONTROL_REFUSED, ChangeableState, OwnAdministration
 from trimaran.server.config import FrontendConfig
 from trimaran.server.direct.direct_text import DirectText
 from trimaran.server.direct.plain_request import PlainRequest
@@ -275,6 +275,15 @@ class Service:
     async def index(self, only_ready: bool) -> list[IndexEntry]:
         """See `Administration.index`."""
         return await self._administration.index(only_ready)
+
+    def check_control(self) -> None:
+        """Whether clients can load models at all, before a long request is decoded.
+
+        Raises:
+            RequestError: they cannot.
+        """
+        if self.config.model_control_mode != "explicit":
+            raise RequestError(CONTROL_REFUSED, ErrorKind.UNAVAILABLE)
 
     async def load(self, request: LoadRequest) -> None:
         """See `Administration.load`."""

@@ -24,6 +24,8 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 2,
     "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
     "norm_topk_prob": False,
 }
 

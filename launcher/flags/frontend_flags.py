@@ -62,6 +62,14 @@ def add_body_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="limit on a message from a client, compressed or not (%(default)s)",
     )
+    add(
+        "--grpc-max-pending-size",
+        type=size,
+        default=256 << 20,
+        metavar="BYTES",
+        help="limit on all messages that wait to be decoded; more get UNAVAILABLE "
+        "(%(default)s)",
+    )
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:

@@ -74,6 +74,7 @@ _RARE = (
     "http_max_input_size",
     "http_max_pending_size",
     "grpc_max_message_size",
+    "grpc_max_pending_size",
     "tokenizer_workers",
     "max_text_bytes",
     "max_unread_logits_bytes",

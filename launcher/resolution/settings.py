@@ -273,6 +273,7 @@ def frontend_config(
         http_max_input_bytes=args.http_max_input_size,
         http_max_pending_bytes=args.http_max_pending_size,
         grpc_max_message_bytes=args.grpc_max_message_size,
+        grpc_max_pending_bytes=args.grpc_max_pending_size,
         tokenizer_workers=args.tokenizer_workers,
         max_text_bytes=args.max_text_bytes,
         max_unread_logits_bytes=args.max_unread_logits_bytes,

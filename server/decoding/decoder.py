@@ -159,17 +159,20 @@ class Decoder:
 
         return await self._read_for(task, body, len(body), ready)
 
-    async def read_message(self, head: bytes, raw_contents: Sequence[Buffer]) -> ParsedInfer:
+    async def read_message(
+        self, head_parts: Sequence[Buffer], raw_contents: Sequence[Buffer]
+    ) -> ParsedInfer:
         """The request of a gRPC message in the two parts of `split_infer`.
 
         Raises:
             RequestError: as for `parse_message` and `check_head`, or it cannot be decoded.
         """
-        check_head(len(head), self._max_message_bytes)
+        num_head_bytes = sum(map(len, head_parts))
+        check_head(num_head_bytes, self._max_message_bytes)
         task = MessageTask(self._max_message_bytes, [len(raw) for raw in raw_contents])
         contents = iter(raw_contents)
-        body = LongBody((head,))
-        found = await self._carry_out(task, body, len(head), lambda _: next(contents))
+        body = LongBody(head_parts)
+        found = await self._carry_out(task, body, num_head_bytes, lambda _: next(contents))
         assert isinstance(found, ParsedInfer)
         return found
 

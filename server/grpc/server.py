@@ -12,26 +12,32 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2_grpc
 
-from trimaran.comm.errors import ConfigError
+from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.access.control import PortGuard
 from trimaran.server.access.tls import ServerTls
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.decoding.pending import PendingBodies
 from trimaran.server.grpc.access import AccessInterceptor
-from trimaran.server.grpc.messages import InferMessage
+from trimaran.server.grpc.messages import InferMessage, LoadMessage
 from trimaran.server.grpc.service import InferenceServicer
 from trimaran.server.grpc.status import CallStatus, Context
 from trimaran.server.grpc.stream_answers import to_wire
+from trimaran.server.memory import return_freed
 from trimaran.server.service import Service
 
 SMALL_MESSAGE_BYTES = 64 << 10
 """Limit on messages that hold a few names and settings: all but those of `_LONG_METHODS`."""
 
-_LONG_METHODS: dict[str, Callable[[bytes], Any]] = {
+_LONG_METHODS: dict[str, Callable[[bytes, PendingBodies], Any]] = {
     "ModelInfer": InferMessage.receive,
     "ModelStreamInfer": InferMessage.receive,
-    "RepositoryModelLoad": bytes,
+    "RepositoryModelLoad": LoadMessage.receive,
 }
 """Methods whose messages a client sizes, with the part of decoding that takes a moment."""
+
+_LARGE_BYTES = 4 << 20
+"""From this size of a message on, the buffers in which the message came go back to the system
+before its request runs: these take the message's size again. A millisecond for 16 MB."""
 
 
 class _RefusedError(Exception):
@@ -50,9 +56,11 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unus
     with a traceback.
     """
 
-    def __init__(self, message_timeout_s: float) -> None:
-        """``message_timeout_s`` is how long a unary call's message may take; 0: no limit."""
+    def __init__(self, message_timeout_s: float, pending: PendingBodies) -> None:
+        """``message_timeout_s`` is how long a unary call's message may take; 0: no limit.
+        ``pending`` limits the messages that wait to be decoded."""
         self._message_timeout_s = message_timeout_s
+        self._pending = pending
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}
 
     async def intercept_service(
@@ -67,7 +75,7 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unus
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        decode = _decoder_of(handler_call_details.method, handler)
+        decode = _decoder_of(handler_call_details.method, handler, self._pending)
         if handler.request_streaming:
             careful = _stream(handler, decode)
         else:
@@ -138,12 +146,14 @@ def _stream(handler: Any, decode: Callable[[bytes], Any]) -> grpc.RpcMethodHandl
     return grpc.stream_stream_rpc_method_handler(call, decode, to_wire)
 
 
-def _decoder_of(method: str, handler: Any) -> Callable[[bytes], Any]:
+def _decoder_of(method: str, handler: Any, pending: PendingBodies) -> Callable[[bytes], Any]:
     """What turns messages of a method into objects, or into the status of a refusal."""
     long = _LONG_METHODS.get(method.rpartition("/")[2])
-    parse = long or handler.request_deserializer or bytes
+    parse = handler.request_deserializer or bytes
 
     def decode(raw: bytes) -> Any:
+        if len(raw) >= _LARGE_BYTES:
+            return_freed()
         if long is None and len(raw) > SMALL_MESSAGE_BYTES:
             return CallStatus(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -151,7 +161,9 @@ def _decoder_of(method: str, handler: Any) -> Callable[[bytes], Any]:
                 f"{SMALL_MESSAGE_BYTES}. Send only the names and settings that it knows.",
             )
         try:
-            return parse(raw)
+            return parse(raw) if long is None else long(raw, pending)
+        except RequestError as error:
+            return CallStatus.of_error(error)
         except DecodeError as error:
             text = f"the message cannot be decoded: {error}"
             return CallStatus(grpc.StatusCode.INTERNAL, text)
@@ -205,8 +217,10 @@ class GrpcServer:
         own = {"grpc.max_receive_message_length": config.grpc_max_message_bytes}
         own |= config.grpc_options
         checks = () if policy.is_open else (AccessInterceptor(policy),)
+        self._pending = PendingBodies(config.grpc_max_pending_bytes, "--grpc-max-pending-size")
+        decoding = DecodingInterceptor(config.grpc_message_timeout_s, self._pending)
         self._server = grpc.aio.server(
-            interceptors=(*checks, DecodingInterceptor(config.grpc_message_timeout_s)),
+            interceptors=(*checks, decoding),
             options=tuple({**_OPTIONS, **own, "grpc.so_reuseport": is_shared}.items()),
             maximum_concurrent_rpcs=config.grpc_max_calls,
         )

@@ -13,10 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.decoding.body import SHORT_BYTES
 from trimaran.server.decoding.decoder import Decoder
-from trimaran.server.decoding.tasks import LoadMessageTask
-from trimaran.server.grpc.messages import InferMessage, fill_response, utf8
+from trimaran.server.grpc.messages import InferMessage, LoadMessage, fill_response, utf8
 from trimaran.server.grpc.status import CallStatus, Context
 from trimaran.server.grpc.stream import GRPC_STOPPING, StreamSession
 from trimaran.server.inference.cooperative import run_cooperatively
@@ -161,13 +159,11 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
 
     @_rpc
     async def RepositoryModelLoad(
-        self, request: bytes, context: Context
+        self, request: LoadMessage, context: Context
     ) -> pb.RepositoryModelLoadResponse:
-        if len(request) > SHORT_BYTES:
-            load = await self._decoder.read_load_message(request)
-        else:
-            load = LoadMessageTask().read(request)
-        await self._service.load(load)
+        if request.is_long:
+            self._service.check_control()
+        await self._service.load(await request.parse(self._decoder))
         return pb.RepositoryModelLoadResponse()
 
     @_rpc

@@ -15,6 +15,7 @@ from aiohttp import web
 from trimaran.comm.errors import RefusedError, RequestError
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.decoding.pending import BodyMemory, PendingBodies
 from trimaran.server.http.messages import (
     JSON,
     LONG_ANSWER_BYTES,
@@ -24,7 +25,6 @@ from trimaran.server.http.messages import (
     send_json,
     write_parts,
 )
-from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import InferRequest, InferResponse, Model

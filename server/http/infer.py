@@ -14,6 +14,7 @@ from aiohttp import web
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import SHORT_BYTES, Body, LongBody, view_of
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.decoding.pending import BodyMemory, PendingBodies
 from trimaran.server.direct.plain_request import PlainRequest
 from trimaran.server.http.messages import (
     JSON,
@@ -25,7 +26,6 @@ from trimaran.server.http.messages import (
     send_json,
     write_parts,
 )
-from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding

@@ -15,7 +15,7 @@ from aiohttp.http import SERVER_SOFTWARE
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.server.decoding.body import SHORT_BYTES, Body, BodyBuilder, view_of
-from trimaran.server.http.pending_bodies import BodyMemory
+from trimaran.server.decoding.pending import BodyMemory
 from trimaran.server.inference.registry import NotReadyError
 from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol import json_access

@@ -11,8 +11,8 @@ from aiohttp import web
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import LongBody
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.decoding.pending import PendingBodies
 from trimaran.server.http.messages import JSON, json_response, read_body, read_small_body
-from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.metadata import metadata_message, server_metadata, to_json
 from trimaran.server.protocol import json_access
@@ -43,6 +43,7 @@ async def load(
     with pending.body() as memory:
         body = await read_body(request, service.config.http_max_input_bytes, memory)
         if isinstance(body, LongBody):
+            service.check_control()
             parsed = await decoder.read_load(route.name, body)
         else:
             parsed = load_request_of_json(route.name, body)

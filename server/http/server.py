@@ -8,12 +8,12 @@ from aiohttp import web
 
 from trimaran.server.access.control import PortGuard
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.decoding.pending import PendingBodies
 from trimaran.server.http import queries as http_queries
 from trimaran.server.http.connections import HttpConnections
 from trimaran.server.http.generate import GenerateEndpoint
 from trimaran.server.http.infer import InferEndpoint
 from trimaran.server.http.messages import json_response, plain_error
-from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.port import STOP_GRACE_S, HttpPort, PortPlace, listen
 from trimaran.server.http.routes import Route, match
 from trimaran.server.http.status_page import StatusReport, render_page
@@ -40,7 +40,9 @@ class HttpServer(HttpPort):
         title = "administration" if is_admin else "HTTPService"
         super().__init__(service, PortPlace(title, host, port, not is_admin), guard)
         self._decoder = decoder
-        self._pending = PendingBodies(service.config.http_max_pending_bytes)
+        self._pending = PendingBodies(
+            service.config.http_max_pending_bytes, "--http-max-pending-size"
+        )
         self._infer = InferEndpoint(service, decoder, self._pending)
         self._generate = GenerateEndpoint(service, decoder, self._pending)
 

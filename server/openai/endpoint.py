@@ -23,9 +23,9 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.config import OpenAiConfig
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.decoding.pending import BodyMemory, PendingBodies
 from trimaran.server.direct.direct_text import PlainAnswer
 from trimaran.server.http.messages import EventWriter, read_body, send_document
-from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.inference.admission import Admission
 from trimaran.server.models.text_request import TextChunk, TextRequest
 from trimaran.server.openai.answers import Answer, ResponseMetadata, Usage

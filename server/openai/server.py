@@ -15,8 +15,8 @@ from aiohttp import web
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.access.control import PortGuard
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.decoding.pending import PendingBodies
 from trimaran.server.http.messages import json_response, read_small_body
-from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.port import HttpPort, PortPlace
 from trimaran.server.metrics.openmetrics import negotiated
 from trimaran.server.openai.chats import ChatAnswer
@@ -63,7 +63,9 @@ class OpenAiServer(HttpPort):
         config = service.config.openai
         place = PortPlace("OpenAI service", config.address, config.port or 0, is_shared=True)
         super().__init__(service, place, guard)
-        pending = PendingBodies(service.config.http_max_pending_bytes)
+        pending = PendingBodies(
+            service.config.http_max_pending_bytes, "--http-max-pending-size"
+        )
         self._served = models = OpenAIModels(service, config)
         self._endpoint = GenerationEndpoint(service, decoder, pending, models, config)
         tokens = TokensEndpoint(self._endpoint, pending, models)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from trimaran.server.decoding.pending import PendingBodies
 from trimaran.server.http.messages import send_document
-from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.models.encoded_texts import EncodedTexts, Ids
 from trimaran.server.models.tokenizer import INLINE_IDS
 from trimaran.server.openai.endpoint import GenerationEndpoint

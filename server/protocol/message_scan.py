@@ -87,11 +87,16 @@ def _fields(view: View) -> Iterator[tuple[int, int, int, int]]:
 class SplitMessage:
     """A ``ModelInferRequest`` without its raw tensors, and those tensors apart."""
 
-    head: bytes
-    """All other fields, still serialized."""
+    head_parts: list[View]
+    """All other fields, still serialized, as parts of the message's buffer."""
 
     raw_contents: list[View] = field(default_factory=list)
     """The tensors in order, as parts of the message's buffer."""
+
+    @property
+    def num_head_bytes(self) -> int:
+        """The length of all parts of the head."""
+        return sum(map(len, self.head_parts))
 
 
 @dataclass(slots=True)
@@ -104,7 +109,7 @@ class MessageNames:
 
 
 def split_infer(raw: bytes | View) -> Cooperative[SplitMessage]:
-    """A message in two parts, without a copy of the tensors.
+    """A message in two parts, without a copy.
 
     Raises:
         MalformedError: the bytes are no message.
@@ -124,7 +129,7 @@ def split_infer(raw: bytes | View) -> Cooperative[SplitMessage]:
         if index % CHUNK_ITEMS == 0:
             yield
     kept.append(view[kept_from:])
-    return SplitMessage(b"".join(kept), contents)
+    return SplitMessage(kept, contents)
 
 
 def names_of(raw: bytes | View) -> MessageNames:

@@ -246,7 +246,7 @@ PLACES: dict[str, Places] = {
     "protocol/load_request.py": {
         "json_access.parse": SHORT, "b64decode": SHORT, "Parse": CONFIG, "fullmatch": NAME,
     },
-    "protocol/message_scan.py": {"join": FLAG, "decode": NAME, "frombuffer": PROCESS},
+    "protocol/message_scan.py": {"decode": NAME, "frombuffer": PROCESS},
     "protocol/region_json.py": {"b64decode": SMALL_BODY, "json_access.parse": SMALL_BODY},
     "protocol/tensor_json.py": {
         "encode": SHORT, "tolist": ITEMS, "decode": BYTES, "join": BYTES,

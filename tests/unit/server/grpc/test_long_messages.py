@@ -1,7 +1,12 @@
 """Long gRPC messages are decoded elsewhere: no stream waits, and what comes out is the same."""
 
 import random
+import resource
+import subprocess
+import sys
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -10,9 +15,14 @@ from loop_watch import LONGEST_PAUSE_S, LoopWatch
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+import trimaran.server.grpc.server as server_module
 from trimaran.comm.errors import RequestError
+from trimaran.server.administration import CONTROL_REFUSED
 from trimaran.server.decoding.body import SHORT_BYTES
+from trimaran.server.decoding.pending import PendingBodies
+from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.inference.cooperative import run_at_once
+from trimaran.server.memory import return_large_blocks
 from trimaran.server.protocol.message_scan import (
     MAX_FIELDS,
     MalformedError,
@@ -40,6 +50,12 @@ def refusal(channel, method, raw):
     with pytest.raises(grpc.RpcError) as caught:
         call_raw(channel, method, raw)
     return caught.value.code(), caught.value.details()
+
+
+def resident_bytes():
+    """The memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def echo_request(**inputs):
@@ -231,6 +247,65 @@ def test_a_long_message_on_a_stream_is_answered(channel):
     assert [len(a.infer_response.raw_output_contents[0]) for a in answers] == [2_400_000, 8]
 
 
+def test_long_messages_that_wait_for_decoding_share_a_limit():
+    raw = echo_request(INT64=[7] * 300_000).SerializeToString()
+    pending = PendingBodies(2 * len(raw), "--grpc-max-pending-size")
+    first, second = (InferMessage.receive(raw, pending) for _ in range(2))
+    refused = InferMessage.receive(raw, pending)
+    assert (first.refusal, second.refusal, refused.raw) == (None, None, b"")
+    assert "use --grpc-max-pending-size to increase the limit" in str(refused.refusal)
+    short = echo_request(INT64=[7]).SerializeToString()
+    assert InferMessage.receive(short, pending).decoded is not None
+    del first
+    assert InferMessage.receive(raw, pending).refusal is None
+
+
+def test_other_requests_of_a_stream_go_on_beside_a_message_without_room(
+    server, channel, monkeypatch
+):
+    monkeypatch.setattr(server.grpc._pending, "_max_bytes", 1 << 20)
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    long, short = echo_request(INT64=[7 << 40] * 300_000), echo_request(INT64=[1])
+    refused, answer = stub.ModelStreamInfer(iter([long, short]))
+    assert "--grpc-max-pending-size" in refused.error_message
+    assert refused.infer_response.id == "mine"
+    assert not answer.error_message
+    assert len(answer.infer_response.raw_output_contents[0]) == 8
+    code, text = refusal(channel, "ModelInfer", long.SerializeToString())
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "--grpc-max-pending-size" in text
+
+
+LONG_SENDER = """
+import sys, grpc
+from tritonclient.grpc import service_pb2 as pb
+contents = [bytes(40 << 20)]
+raw = pb.ModelInferRequest(model_name="none", raw_input_contents=contents).SerializeToString()
+with grpc.insecure_channel(sys.argv[1], [("grpc.max_send_message_length", -1)]) as channel:
+    answer = channel.unary_unary(sys.argv[2]).future(raw, timeout=120)
+    assert answer.code() is grpc.StatusCode.NOT_FOUND, answer.code()
+"""
+
+
+def test_the_buffers_of_a_long_message_are_given_back_before_its_request_runs(
+    fresh_server, monkeypatch
+):
+    return_large_blocks()
+    grown = []
+    receive = InferMessage.receive
+
+    def received(raw, pending):
+        grown.append(resident_bytes() - before)
+        return receive(raw, pending)
+
+    monkeypatch.setitem(server_module._LONG_METHODS, "ModelInfer", received)
+    address = fresh_server.grpc_url, SERVICE + "ModelInfer"
+    for _ in range(3):
+        before = resident_bytes()
+        subprocess.run([sys.executable, "-c", LONG_SENDER, *address], check=True, timeout=120)
+    assert max(grown) < 60 << 20, grown
+
+
 @pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad", "LogSettings"])
 @pytest.mark.parametrize("num_bytes", [1000, 2 * SHORT_BYTES])
 def test_invalid_bytes_end_the_call(channel, method, num_bytes):
@@ -238,6 +313,10 @@ def test_invalid_bytes_end_the_call(channel, method, num_bytes):
     if method == "LogSettings" and num_bytes > 1000:
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert "this method takes at most 65536" in text
+    elif method == "RepositoryModelLoad" and num_bytes > 1000:
+        # Clients of this server load nothing.
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert text == CONTROL_REFUSED
     else:
         assert code is grpc.StatusCode.INTERNAL
         assert text.startswith("the message cannot be decoded")
@@ -249,7 +328,9 @@ def test_a_message_over_the_limit_is_refused(channel):
     assert "larger than max" in text
 
 
-def test_a_long_load_request_is_decoded_in_a_helper_process(server, channel):
+def test_a_long_load_request_is_decoded_in_a_helper_process(server, channel, monkeypatch):
+    explicit = replace(server.service.config, model_control_mode="explicit")
+    monkeypatch.setattr(server.service, "config", explicit)
     request = pb.RepositoryModelLoadRequest(model_name="absent")
     for index in range(50_000):
         request.parameters[f"file:1/{index}"].bytes_param = b"x"
@@ -295,7 +376,7 @@ def test_a_message_is_split_without_its_tensors():
     split = run_at_once(split_infer(request.SerializeToString()))
     assert [bytes(raw) for raw in split.raw_contents] == [b"abc", b"", b"d" * 300]
     del request.raw_input_contents[:]
-    assert pb.ModelInferRequest.FromString(split.head) == request
+    assert pb.ModelInferRequest.FromString(b"".join(split.head_parts)) == request
     names = names_of(request.SerializeToString())
     assert (names.model_name, names.id) == ("echo", "mine")
 

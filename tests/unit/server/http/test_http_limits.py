@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
+from trimaran.server.decoding.pending import _SHORT_BYTES
 from trimaran.server.http.connections import MAX_NUM_HEADERS
-from trimaran.server.http.pending_bodies import _SHORT_BYTES
 
 LIMIT = 64 << 20
 

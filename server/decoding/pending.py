@@ -1,4 +1,4 @@
-"""Memory for request bodies that have come and are not yet decoded."""
+"""Memory for request bodies and gRPC messages that have come and are not yet decoded."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ _SHORT_BYTES = 64 << 10
 
 
 class PendingBodies:
-    """A limit on the bytes of all long bodies together.
+    """A limit on the bytes of all long bodies of a protocol together.
 
     A body that would pass the limit is refused, not delayed: many slow senders of long bodies
     would otherwise hold each other up for ever.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, flag: str) -> None:
+        """``flag`` sets the limit, for errors."""
         self._max_bytes = max_bytes
+        self._flag = flag
         self._num_bytes = 0
 
     def body(self) -> BodyMemory:
-        """The memory of one request's body, which is given back at the context's end."""
+        """The memory of one request's body."""
         return BodyMemory(self)
 
     def take(self, num_bytes: int) -> None:
@@ -31,9 +33,9 @@ class PendingBodies:
         """
         if self._num_bytes + num_bytes > self._max_bytes:
             raise RequestError(
-                f"request bodies of {self._num_bytes} bytes wait to be decoded, and at most "
-                f"{self._max_bytes} may. Send the request again later, or use "
-                "--http-max-pending-size to increase the limit.",
+                f"requests of {self._num_bytes} bytes wait to be decoded, and at most "
+                f"{self._max_bytes} may. Send the request again later, or use {self._flag} to "
+                "increase the limit.",
                 ErrorKind.UNAVAILABLE,
             )
         self._num_bytes += num_bytes
@@ -44,7 +46,8 @@ class PendingBodies:
 
 
 class BodyMemory:
-    """What one body takes of `PendingBodies`."""
+    """What one body takes of `PendingBodies`: until the context's end, `release`, or the end of
+    this object."""
 
     def __init__(self, bodies: PendingBodies) -> None:
         self._bodies = bodies
@@ -67,6 +70,9 @@ class BodyMemory:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
         self.release()
 
     def release(self) -> None:
