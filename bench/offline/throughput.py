@@ -199,6 +199,7 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
                 "for: leave one of them out"
             )
     with _folder(args, loads) as (folder, model):
+        _check_peer_weights(args, model)
         config = engine_config(args, folder, loads)
         if config.parallel.world_size > 1 and _peer_names(args):
             raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
@@ -288,6 +289,20 @@ def _limits(
 
 def _peer_names(args: argparse.Namespace) -> list[str]:
     return getattr(args, "peer", None) or []
+
+
+def _check_peer_weights(args: argparse.Namespace, model: PretrainedConfig) -> None:
+    """Refuse vLLM's own random weights for a model with experts.
+
+    Raises:
+        ConfigError: vLLM would draw them: all tokens would choose the same experts.
+    """
+    if "vllm" in _peer_names(args) and model.num_experts and not args.model:
+        raise ConfigError(
+            f"--peer vllm draws weights with which all tokens choose the same few of "
+            f"{model.num_experts} experts, and reads no others: name a folder of weights with "
+            "--model in place of --shape"
+        )
 
 
 def _peers(

@@ -114,6 +114,14 @@ def test_a_peer_with_incomplete_outputs_fails_with_its_own_message(tmp_path, lik
     assert not _is_alive(tmp_path)
 
 
+def test_weights_that_vllm_draws_for_experts_are_refused(like_vllm, capsys):
+    flags = ["--device", "cpu", "--load", "4/3x2", "--peer", "vllm"]
+    assert main(["bench", "throughput", "--shape", "tiny_latent", *flags]) != 0
+    error = capsys.readouterr().err
+    assert "all tokens choose the same few of 16 experts" in error
+    assert "with --model in place of --shape" in error
+
+
 def test_vllm_on_another_device_is_refused(tmp_path, like_vllm):
     with pytest.raises(peers.ConfigError, match=r"vLLM would run on cpu, not on cuda"):
         peers.run_peer("vllm", _work(tmp_path, device="cuda"))
