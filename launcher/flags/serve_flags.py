@@ -247,12 +247,16 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--skip-weight-verification", action="store_true",
         help="load weights without a comparison with their checksums",
     )  # fmt: skip
-    for flag, what in (
-        ("--max-batch-size", "sequences in flight at once"),
-        ("--max-num-tokens", "tokens a step computes at most"),
-        ("--tokens-per-block", "tokens of a KV cache block"),
+    for flag, what, default in (
+        ("--max-batch-size", "sequences in flight at once", "the folder's"),
+        (
+            "--max-num-tokens",
+            "tokens a step computes at most",
+            "the folder's; CPUs: up to 512",
+        ),
+        ("--tokens-per-block", "tokens of a KV cache block", "the folder's"),
     ):
-        add(flag, type=positive, metavar="N", help=f"{what} (the folder's)")
+        add(flag, type=positive, metavar="N", help=f"{what} ({default})")
     add(
         "--expected-output-tokens",
         type=positive,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.tokenizers.prepare import has_tokenizer
@@ -42,6 +43,10 @@ _POLICIES = {
 }
 _DEFAULT_POLICY = "guaranteed_no_evict"
 _HUGGINGFACE_MAX_NUM_SEQS = 256
+
+_CPU_STEP_TOKENS = 512
+"""Tokens in a step of CPUs unless ``--max-num-tokens`` says otherwise: running requests wait
+for the prompts of the step."""
 
 _WINDOWS = ("max_attention_window_size", "max_kv_cache_length")  # The latter up to 0.6.
 _HOST_BYTES = "kv_cache_host_memory_bytes"
@@ -178,11 +183,21 @@ def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> Paral
     return layout_of(flags.sizes, folder, num_named)
 
 
+def _most_step_tokens(flags: EngineFlags) -> int:
+    """The tokens of a step, if neither the folder nor the flags ask for fewer."""
+    if resolve_device(flags.device) != "cpu":
+        return sys.maxsize
+    return max(_CPU_STEP_TOKENS, flags.max_batch_size or 0)
+
+
 def _scheduler(
     model: RepositoryModel, folder: EngineFolder, flags: EngineFlags, num_stages: int
 ) -> SchedulerConfig:
     build, values = folder.build, model.parameters
+    chunked = values.get_bool("enable_chunked_context")
     max_tokens = flags.max_num_tokens or build.max_num_tokens
+    if chunked is not False and not flags.max_num_tokens:
+        max_tokens = min(max_tokens, _most_step_tokens(flags))
     is_huggingface = folder.kind is FolderKind.HUGGINGFACE
     built_seqs = _HUGGINGFACE_MAX_NUM_SEQS if is_huggingface else build.max_batch_size
     max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
@@ -194,7 +209,6 @@ def _scheduler(
             "(--max-num-tokens, or else the folder's), so a full decode step would not fit. "
             "Lower the first or raise the second."
         )
-    chunked = values.get_bool("enable_chunked_context")
     queue = QueuePolicy(model.config)
     return SchedulerConfig(
         max_num_batched_tokens=max_tokens,
