@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("--triton", action="store_true", help="time Triton's kernels too")
     parser.add_argument("--output", help="append result lines to this file")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here: run this on a machine with one")
     limits = ceilings.measure(ModelShape.of(pretrained_config("llama8b")), DEVICE, DTYPE, 1.0)
     print(limits)
     kernels = {"cuda": TritonOps(integers=IntegerProducts(DTYPE))}

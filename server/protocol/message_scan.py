@@ -25,13 +25,15 @@ MAX_FIELDS = 1 << 16
 _NAME, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW_CONTENTS = 1, 2, 3, 5, 6, 7
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
+_CONTINUED = 0x80
+_CONTINUED_BYTES = bytes(range(_CONTINUED, 256))
+"""Those behind which a number goes on."""
 
 _ELEMENT_BYTES = 16
 """Bytes of the limit on messages for each explicit element: an element that takes two bytes on
 the wire takes up to 50 in memory."""
 
 _SHAPE, _CONTENTS, _STRINGS = 3, 5, 8
-_STRING_TAG = _STRINGS << 3 | _LENGTH
 _NESTED, _VARINTS, _ONE = -3, -2, -1
 _OF_INPUT = {_SHAPE: _VARINTS, _CONTENTS: _NESTED}
 _OF_CONTENTS = {**dict.fromkeys(range(1, 6), _VARINTS), 6: 4, 7: 8, _STRINGS: _ONE}
@@ -43,7 +45,7 @@ class MalformedError(Exception):
     """The bytes are no protobuf message."""
 
 
-def _varint(view: View, start: int) -> tuple[int, int]:
+def _varint(view: View | bytes, start: int) -> tuple[int, int]:
     """The number at ``start`` and where the bytes after it begin."""
     value, shift = 0, 0
     try:
@@ -190,44 +192,47 @@ def check_num_elements(head: bytes, max_message_bytes: int) -> None:
 def _num_elements(
     raw: bytes, position: int, end: int, kinds: Mapping[int, int], limit: int
 ) -> int:
-    """The elements in the fields from ``position`` to ``end``, if there are ``limit`` at most.
-
-    Short strings, and numbers that are not packed, come by the million: these are skipped
-    without a call.
+    """The elements in the fields from ``position`` to ``end``, if there are ``limit`` at most;
+    an empty field counts as one. Fields come by the million: each takes a microsecond at most.
     """
-    number, has_strings = 0, _STRINGS in kinds
+    number = 0
     while position < end and number <= limit:
-        tag = raw[position]
-        if tag == _STRING_TAG and has_strings and raw[position + 1] < 0x80:
-            position += 2 + raw[position + 1]
-            number += 1
-        elif tag < 0x80 and tag & 7 == _VARINT:
-            position += 1
-            while raw[position] >= 0x80:
-                position += 1
-            position += 1
-            number += 1
+        tag, start = raw[position], position + 1
+        if tag >= _CONTINUED:
+            tag, start = _varint(raw, position)
+        wire, size = tag & 7, 0
+        if wire == _LENGTH:
+            size, start = raw[start], start + 1
+            if size >= _CONTINUED:
+                size, start = _varint(raw, start - 1)
+        elif wire == _VARINT:
+            while raw[start] >= _CONTINUED:
+                start += 1
+            start += 1
+        elif wire in (_FIXED32, _FIXED64):
+            start += 4 if wire == _FIXED32 else 8
         else:
-            field, _, payload, stop = next(_fields(memoryview(raw)[position:end]))
-            kind = kinds.get(field, _ONE) if tag & 7 == _LENGTH else _ONE
-            span = position + payload, position + stop
-            number += _num_in_field(raw, *span, kind, limit)
-            position += stop
-    if position > end:
-        raise MalformedError
+            raise MalformedError
+        position = start + size
+        if position > end:
+            raise MalformedError
+        kind = kinds.get(tag >> 3, _ONE) if wire == _LENGTH else _ONE
+        number += 1 if kind == _ONE else _num_in_field(raw, start, position, kind, limit)
     return number
 
 
 def _num_in_field(raw: bytes, start: int, end: int, kind: int, limit: int) -> int:
-    """The elements in a field with this payload."""
-    if kind == _ONE:
-        return 1
+    """The elements in a field with this payload, at least one."""
     if kind == _NESTED:
-        return _num_elements(raw, start, end, _OF_CONTENTS, limit)
-    if kind == _VARINTS:
+        number = _num_elements(raw, start, end, _OF_CONTENTS, limit)
+    elif kind != _VARINTS:
+        number = (end - start) // kind
+    elif end - start < _CONTINUED:
+        number = len(raw[start:end].translate(None, _CONTINUED_BYTES))
+    else:
         payload = np.frombuffer(raw, np.uint8, end - start, start)
-        return int(np.count_nonzero(payload < 0x80))
-    return (end - start) // kind
+        number = int(np.count_nonzero(payload < _CONTINUED))
+    return max(number, 1)
 
 
 def check_head(num_bytes: int, max_message_bytes: int) -> None:

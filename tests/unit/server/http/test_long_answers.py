@@ -16,11 +16,12 @@ from tritonclient.grpc import service_pb2_grpc
 from tests.unit.server.small_models import ECHO, EchoModel
 from trimaran.server.inference import cooperative
 from trimaran.server.inference.cooperative import CHUNK_BYTES, CHUNK_ITEMS
+from trimaran.server.inference.validation import MAX_STRINGS
 from trimaran.server.protocol import infer_response
 
 HUGE = 12 << 20
 FLOATS = np.random.default_rng(0).standard_normal(HUGE // 12, np.float32)
-EMPTY_STRINGS = bytes(HUGE)
+EMPTY_STRINGS = bytes(4 * MAX_STRINGS)
 ANY_SIZE = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
@@ -102,8 +103,13 @@ def contents(server, stub):
 def test_no_stream_waits_for_a_huge_answer(server, stub, prepare):
     run = prepare(server, stub)
     with LoopWatch(server) as watch:
-        run()
+        answer = run()
     assert watch.longest_s < LONGEST_PAUSE_S
+    if isinstance(answer, list):
+        (message,) = answer
+        assert message.error_message == ""
+    elif not isinstance(answer, pb.ModelInferResponse):
+        assert answer.status == 200, answer.body[:300]
 
 
 @pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS - 1, CHUNK_ITEMS, 2 * CHUNK_ITEMS + 1])
