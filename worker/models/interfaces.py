@@ -279,8 +279,8 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def one_layer_per_shape(self) -> Iterator[None]:
-        """A context in which few layers run: one of each set of weight shapes and schemes of
-        quantization, and the last.
+        """A context in which few layers run: one of each set of weight shapes, schemes of
+        quantization and windows, and the last.
 
         The first layer of each set runs, except that layer 0 runs only if no other layer has
         its kind, because its product may be known. The last layer may run otherwise than the
@@ -392,8 +392,12 @@ class CausalLM(nn.Module):
 
 
 def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """The shapes of a layer's weights, and the schemes of its quantized products."""
+    """The shapes of a layer's weights, the schemes of its quantized products, and the windows
+    of its attention."""
     methods = [getattr(module, "method", None) for module in layer.modules()]
+    backends = [getattr(module, "backend", None) for module in layer.modules()]
+    specs = [each.spec for each in backends if each is not None]
+    windows = tuple((spec.window, spec.num_sinks) for spec in specs)
     # The storage of an integer product has no shape among the parameters.
     schemes = tuple(getattr(method, "scheme", None) for method in methods)
-    return (*(weight.shape for weight in layer.parameters()), *schemes)
+    return (*(weight.shape for weight in layer.parameters()), *schemes, windows)
