@@ -246,6 +246,18 @@ def test_output_that_is_computed_again_launches_no_kernel_that_warm_up_has_not_l
     assert launched - warm == set()
 
 
+def test_warm_up_runs_a_layer_of_each_window(tmp_path):
+    model = make_runner(tmp_path, "gemma2").model
+
+    def windows():
+        return {layer.attention.backend.spec.window for _, layer in model._stack}
+
+    with model.one_layer_per_shape():
+        warm = windows()
+    assert len(warm) == 2
+    assert warm == windows()
+
+
 def prompts(lengths) -> SchedulerOutput:
     """A step of whole prompts."""
     rows = [
