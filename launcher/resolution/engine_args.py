@@ -23,7 +23,7 @@ from trimaran.worker.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
+from trimaran.worker.config.engine_folder import BuildConfig, EngineFolder, FolderKind
 from trimaran.worker.config.host_limits import usable_cores
 from trimaran.worker.config.kv_cache_dtype import check_scales_exist, resolve_kv_cache_dtype
 from trimaran.worker.config.parallel_sizes import layout_of
@@ -183,11 +183,14 @@ def _parallel(folder: EngineFolder, flags: EngineFlags, num_named: int) -> Paral
     return layout_of(flags.sizes, folder, num_named)
 
 
-def _most_step_tokens(flags: EngineFlags) -> int:
-    """The tokens of a step, if neither the folder nor the flags ask for fewer."""
+def _most_step_tokens(build: BuildConfig, flags: EngineFlags) -> int:
+    """The tokens of a step, if neither the folder nor the flags ask for fewer: a batch that was
+    asked for fits."""
     if resolve_device(flags.device) != "cpu":
         return sys.maxsize
-    return max(_CPU_STEP_TOKENS, flags.max_batch_size or 0)
+    is_default = build.max_batch_size == BuildConfig().max_batch_size
+    asked = flags.max_batch_size or (0 if is_default else build.max_batch_size)
+    return max(_CPU_STEP_TOKENS, asked)
 
 
 def _scheduler(
@@ -197,7 +200,7 @@ def _scheduler(
     chunked = values.get_bool("enable_chunked_context")
     max_tokens = flags.max_num_tokens or build.max_num_tokens
     if chunked is not False and not flags.max_num_tokens:
-        max_tokens = min(max_tokens, _most_step_tokens(flags))
+        max_tokens = min(max_tokens, _most_step_tokens(build, flags))
     is_huggingface = folder.kind is FolderKind.HUGGINGFACE
     built_seqs = _HUGGINGFACE_MAX_NUM_SEQS if is_huggingface else build.max_batch_size
     max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
