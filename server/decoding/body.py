@@ -13,6 +13,10 @@ SHORT_BYTES = 256 << 10
 """A body up to this is decoded sooner than it is sent elsewhere: within some 30 ms."""
 
 
+LONG_BYTES = 1 << 20
+"""Work over this size runs alone in its kind: a megabyte of JSON may become 30 MB of values."""
+
+
 class LongBody:
     """A file without a name, in memory, that a helper process reads without a copy.
 

@@ -12,9 +12,9 @@ from multiprocessing import reduction
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.decoding.body import LongBody
+from trimaran.server.decoding.body import LONG_BYTES, LongBody
 from trimaran.server.decoding.exchange import ParsedHead, receive_parsed
-from trimaran.server.decoding.process import Refusal
+from trimaran.server.decoding.process import Freed, Refusal
 from trimaran.server.decoding.tasks import (
     GenerateTask,
     InferTask,
@@ -38,9 +38,6 @@ _BYTES_PER_S = 10e6
 """What a waiting byte counts: work of so many bytes more begins a second later."""
 
 
-_LONG_BYTES = 1 << 20
-"""Work over this size runs alone in its kind: a megabyte of JSON may become 30 MB of values."""
-
 _Waiting = list[tuple[float, int, asyncio.Future[None]]]
 
 
@@ -52,7 +49,7 @@ class SizeOrderedSlots:
     ``long_bytes`` has one of the slots at most, for the memory.
     """
 
-    def __init__(self, num_slots: int, long_bytes: int = _LONG_BYTES) -> None:
+    def __init__(self, num_slots: int, long_bytes: int = LONG_BYTES) -> None:
         self._num_free = num_slots
         self._long_bytes = long_bytes
         self._has_long = False
@@ -107,8 +104,9 @@ class SizeOrderedSlots:
 
 
 _NUM_PROCESSES = 2
-_MAX_IDLE_BYTES = 192 << 20
-"""A process that keeps more memory than this after a body is ended."""
+_MAX_IDLE_BYTES = 44 << 20
+"""A process that keeps more memory of its own after a body is ended: the interpreter does not
+give back what pieces of it are in use. A process begins with some 30 MB."""
 
 _MODULE = "trimaran.server.decoding.process"
 
@@ -266,7 +264,7 @@ class Decoder:
                 self._end(process)
                 asyncio.get_running_loop().run_in_executor(None, process.reap)
                 raise
-            if process.num_bytes > _MAX_IDLE_BYTES:
+            if process.has_grown:
                 self._end(process)
                 asyncio.get_running_loop().run_in_executor(None, process.reap)
             else:
@@ -309,6 +307,8 @@ class _Process(HelperProcess):
 
     def __init__(self) -> None:
         super().__init__(_MODULE)
+        self.has_grown = False
+        """Whether the process kept too much memory after the last exchange."""
 
     def exchange(
         self, task: Task | OtherTask, body: LongBody, num_bytes: int, take_blob: _TakeBlob
@@ -323,7 +323,10 @@ class _Process(HelperProcess):
             reduction.send_handle(self.connection, body.fileno(), self.pid)
             head = self.connection.recv()
             if isinstance(head, ParsedHead):
-                return receive_parsed(self.connection, head, take_blob)
+                head = receive_parsed(self.connection, head, take_blob)
+            if num_bytes > LONG_BYTES:
+                assert self.connection.recv() is Freed.ALL
+                self.has_grown = self.num_own_bytes > _MAX_IDLE_BYTES
             return head
         except (EOFError, OSError):
             self.reap()

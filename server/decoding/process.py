@@ -6,11 +6,12 @@ import gc
 import os
 import traceback
 from dataclasses import dataclass
+from enum import Enum
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.decoding.body import mapped
+from trimaran.server.decoding.body import LONG_BYTES, mapped
 from trimaran.server.decoding.exchange import send_parsed
 from trimaran.server.decoding.tasks import OtherTask, Task
 from trimaran.server.inference.helper_process import serve_front_end
@@ -30,20 +31,30 @@ class Refusal:
     """None for a bug: the text is its traceback."""
 
 
+class Freed(Enum):
+    """The message behind the answer for a body of more than `LONG_BYTES`."""
+
+    ALL = "what the process made is freed"
+
+
 def main() -> None:
     """Decode one body or message after the other."""
     # Values of JSON form no cycles.
     gc.disable()
 
     def serve(connection: Connection) -> None:
-        _serve(connection)
+        num_bytes = _serve(connection)
         return_freed()
+        if num_bytes > LONG_BYTES:
+            connection.send(Freed.ALL)
 
     serve_front_end(serve)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection) -> int:
+    """Answer one task; the bytes of its body."""
     task: Task | OtherTask
+    num_bytes: int
     task, num_bytes = connection.recv()
     fd = reduction.recv_handle(connection)
     data = mapped(fd, num_bytes)
@@ -59,3 +70,4 @@ def _serve(connection: Connection) -> None:
             send_parsed(connection, found)
         else:
             connection.send(found)
+    return num_bytes

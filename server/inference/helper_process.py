@@ -48,10 +48,11 @@ class HelperProcess:
         return self._process.pid
 
     @property
-    def num_bytes(self) -> int:
-        """Memory that the process keeps; 0 once the process has ended."""
+    def num_own_bytes(self) -> int:
+        """Memory that the process shares with no other; 0 once the process has ended. Takes
+        milliseconds."""
         try:
-            return int(psutil.Process(self.pid).memory_info().rss)
+            return int(psutil.Process(self.pid).memory_full_info().uss)
         except psutil.NoSuchProcess:
             return 0
 

@@ -26,7 +26,7 @@ from trimaran.server.shared_memory.region_specs import RegionSlice
 
 INVALID_DATATYPE = "<invalid>"
 MAX_ELEMENTS = (1 << 63) - 1
-MAX_STRINGS = 1 << 21
+MAX_STRINGS = 1 << 20
 """Most strings of an input, as of a body's JSON under the default limit."""
 
 _FEW_BYTES = 64 << 10

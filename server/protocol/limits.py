@@ -16,9 +16,9 @@ MAX_MEMBERS = 4 * MAX_NUMBER
 MAX_NAME_BYTES = 4 << 10
 """Limit on a request's id and on the names in a message: each answer repeats the id."""
 
-_VALUE_BYTES = 32
+_VALUE_BYTES = 64
 """Bytes of the limit on input for each value: a value that takes two bytes on the wire takes up
-to 80 in memory."""
+to 110 in memory."""
 
 
 def check_number(what: str, number: int) -> None:

@@ -30,11 +30,14 @@ _CONTINUED_BYTES = bytes(range(_CONTINUED, 256))
 """Those behind which a number goes on."""
 
 _ELEMENT_BYTES = 16
-"""Bytes of the limit on messages for each explicit element: an element that takes two bytes on
-the wire takes up to 50 in memory."""
+"""Bytes of the limit on messages for each explicit element."""
+
+_STRING_ELEMENTS = 4
+"""A string or parameter counts as so many elements: one that takes two bytes on the wire takes
+up to 50 in memory."""
 
 _SHAPE, _CONTENTS, _STRINGS = 3, 5, 8
-_NESTED, _VARINTS, _ONE = -3, -2, -1
+_NUMBER, _NESTED, _VARINTS, _ONE = -4, -3, -2, -1
 _OF_INPUT = {_SHAPE: _VARINTS, _CONTENTS: _NESTED}
 _OF_CONTENTS = {**dict.fromkeys(range(1, 6), _VARINTS), 6: 4, 7: 8, _STRINGS: _ONE}
 """The elements in a field with a length, by the field's number: packed numbers of any length or
@@ -184,8 +187,8 @@ def check_num_elements(head: bytes, max_message_bytes: int) -> None:
     if number > limit:
         raise RequestError(
             f"the message has more than {limit} explicit elements, dimensions and other fields "
-            "of inputs. Send tensors as raw_input_contents, or use --grpc-max-message-size to "
-            "increase the limit."
+            "of inputs, of which a string or parameter counts as four. Send tensors as "
+            "raw_input_contents, or use --grpc-max-message-size to increase the limit."
         )
 
 
@@ -216,8 +219,13 @@ def _num_elements(
         position = start + size
         if position > end:
             raise MalformedError
-        kind = kinds.get(tag >> 3, _ONE) if wire == _LENGTH else _ONE
-        number += 1 if kind == _ONE else _num_in_field(raw, start, position, kind, limit)
+        kind = kinds.get(tag >> 3, _ONE) if wire == _LENGTH else _NUMBER
+        if kind == _NUMBER:
+            number += 1
+        elif kind == _ONE:
+            number += _STRING_ELEMENTS
+        else:
+            number += _num_in_field(raw, start, position, kind, limit)
     return number
 
 

@@ -155,9 +155,9 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     ),
     "load": (
         "/v2/repository/models/ensemble/load", lambda: _repeated(b"[],"),
-        "a request has at most 2097152 values",
+        "a request has at most 1048576 values",
     ),
-    "lists": (INFER, lambda: _NESTED % _repeated(b"[],", NEARLY_ALL - 1000), "at most 2097152"),
+    "lists": (INFER, lambda: _NESTED % _repeated(b"[],", NEARLY_ALL - 1000), "at most 1048576"),
     "objects": (
         GENERATE, lambda: b'{"text_input":[%b0]}' % _repeated(b"{},", NEARLY_ALL - 1000),
         "at most 262144 JSON objects",
@@ -170,7 +170,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: b'{"text_input":"a","max_tokens":1,"id":"%b"}' % _repeated(b"x", 60 << 20),
         "the request's id has",
     ),
-    "brackets": (GENERATE, lambda: _repeated(b"["), "at most 2097152 values"),
+    "brackets": (GENERATE, lambda: _repeated(b"["), "at most 1048576 values"),
     "a text of commas and colons": (
         GENERATE,
         lambda: b'{"text_input":"%b"}' % _repeated(b"a:,{[", NEARLY_ALL - 1000),

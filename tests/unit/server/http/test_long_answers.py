@@ -20,7 +20,7 @@ from trimaran.server.inference.validation import MAX_STRINGS
 from trimaran.server.protocol import infer_response
 
 HUGE = 12 << 20
-FLOATS = np.random.default_rng(0).standard_normal(HUGE // 12, np.float32)
+FLOATS = np.random.default_rng(0).standard_normal(HUGE // 16, np.float32)
 EMPTY_STRINGS = bytes(4 * MAX_STRINGS)
 ANY_SIZE = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 

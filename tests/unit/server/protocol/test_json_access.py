@@ -45,7 +45,7 @@ def test_json_in_parts_is_that_of_one_call(value):
 
 def test_values_are_counted_outside_of_strings_however_long_these_are():
     """Without memory for each character, and without reading an open string twice."""
-    limit = 32 * 1000
+    limit = 64 * 1000
     marks, escaped = b",{[:" * 200_000, b'\\",' * 200_000
     tracemalloc.start()
     for text in (marks, escaped, escaped + b"\\\\"):
