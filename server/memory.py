@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _LARGE_BYTES = 1 << 20
@@ -22,6 +23,12 @@ def return_large_blocks() -> None:
     for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         mallopt(name, _LARGE_BYTES)
     mallopt(_ARENA_MAX, 2)
+
+
+def resident_bytes() -> int:
+    """The memory of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 def return_freed() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import LONG_BYTES, LongBody
 from trimaran.server.decoding.exchange import ParsedHead, receive_parsed
-from trimaran.server.decoding.process import Freed, Refusal
+from trimaran.server.decoding.process import Kept, Refusal
 from trimaran.server.decoding.tasks import (
     GenerateTask,
     InferTask,
@@ -104,9 +104,9 @@ class SizeOrderedSlots:
 
 
 _NUM_PROCESSES = 2
-_MAX_IDLE_BYTES = 44 << 20
-"""A process that keeps more memory of its own after a body is ended: the interpreter does not
-give back what pieces of it are in use. A process begins with some 30 MB."""
+_MAX_KEPT_BYTES = 16 << 20
+"""A process that keeps more memory than this after a body is ended: the interpreter does not
+give back blocks of which a part is in use."""
 
 _MODULE = "trimaran.server.decoding.process"
 
@@ -325,8 +325,9 @@ class _Process(HelperProcess):
             if isinstance(head, ParsedHead):
                 head = receive_parsed(self.connection, head, take_blob)
             if num_bytes > LONG_BYTES:
-                assert self.connection.recv() is Freed.ALL
-                self.has_grown = self.num_own_bytes > _MAX_IDLE_BYTES
+                kept = self.connection.recv()
+                assert isinstance(kept, Kept)
+                self.has_grown = kept.num_bytes > _MAX_KEPT_BYTES
             return head
         except (EOFError, OSError):
             self.reap()

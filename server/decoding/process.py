@@ -6,7 +6,6 @@ import gc
 import os
 import traceback
 from dataclasses import dataclass
-from enum import Enum
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
@@ -15,7 +14,7 @@ from trimaran.server.decoding.body import LONG_BYTES, mapped
 from trimaran.server.decoding.exchange import send_parsed
 from trimaran.server.decoding.tasks import OtherTask, Task
 from trimaran.server.inference.helper_process import serve_front_end
-from trimaran.server.memory import return_freed
+from trimaran.server.memory import resident_bytes, return_freed
 from trimaran.server.protocol.infer_json import ParsedInfer
 
 MAX_ERROR_CHARACTERS = 1 << 16
@@ -31,22 +30,26 @@ class Refusal:
     """None for a bug: the text is its traceback."""
 
 
-class Freed(Enum):
-    """The message behind the answer for a body of more than `LONG_BYTES`."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The message behind the answer for a body of more than `LONG_BYTES`, once what the process
+    made is freed."""
 
-    ALL = "what the process made is freed"
+    num_bytes: int
+    """Memory that the process has beyond that of its start."""
 
 
 def main() -> None:
     """Decode one body or message after the other."""
     # Values of JSON form no cycles.
     gc.disable()
+    at_start = resident_bytes()
 
     def serve(connection: Connection) -> None:
         num_bytes = _serve(connection)
         return_freed()
         if num_bytes > LONG_BYTES:
-            connection.send(Freed.ALL)
+            connection.send(Kept(resident_bytes() - at_start))
 
     serve_front_end(serve)
 

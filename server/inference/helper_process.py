@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-import psutil
-
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5
 """The sender of a long request waits, and other clients do not."""
@@ -46,15 +44,6 @@ class HelperProcess:
     def pid(self) -> int:
         """The process's id, also after its end."""
         return self._process.pid
-
-    @property
-    def num_own_bytes(self) -> int:
-        """Memory that the process shares with no other; 0 once the process has ended. Takes
-        milliseconds."""
-        try:
-            return int(psutil.Process(self.pid).memory_full_info().uss)
-        except psutil.NoSuchProcess:
-            return 0
 
     def kill(self) -> None:
         """End the process without waiting, and with it an exchange under way."""

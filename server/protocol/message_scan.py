@@ -196,7 +196,7 @@ def _num_elements(
     raw: bytes, position: int, end: int, kinds: Mapping[int, int], limit: int
 ) -> int:
     """The elements in the fields from ``position`` to ``end``, if there are ``limit`` at most;
-    an empty field counts as one. Fields come by the million: each takes a microsecond at most.
+    an empty field counts as one. Fields come by the million: each takes a microsecond or two.
     """
     number = 0
     while position < end and number <= limit:

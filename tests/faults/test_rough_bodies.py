@@ -39,7 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert done.returncode == 0, done.stderr
     fill = f"tokenizer_dir:{DEMO_MODEL},engine_dir:{engine},decoupled_mode:True"
     init_repo(str(folder / "models"), "--defaults", "--fill", fill)
-    with Served(folder / "models", log_path=folder / "serve.log") as served:
+    # Other servers refuse long requests to load before these are decoded.
+    flags = ("--model-control-mode", "explicit", "--load-model", "*")
+    with Served(folder / "models", flags=flags, log_path=folder / "serve.log") as served:
         # The helper processes are there before memory is looked at.
         with ThreadPoolExecutor(2) as clients:
             list(clients.map(lambda _: _post(served, GENERATE, b" " * (1 << 20)), range(2)))

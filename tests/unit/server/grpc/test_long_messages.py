@@ -1,12 +1,10 @@
 """Long gRPC messages are decoded elsewhere: no stream waits, and what comes out is the same."""
 
 import random
-import resource
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -22,7 +20,7 @@ from trimaran.server.decoding.body import SHORT_BYTES
 from trimaran.server.decoding.pending import PendingBodies
 from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.inference.cooperative import run_at_once
-from trimaran.server.memory import return_large_blocks
+from trimaran.server.memory import resident_bytes, return_large_blocks
 from trimaran.server.protocol.message_scan import (
     MAX_FIELDS,
     MalformedError,
@@ -50,12 +48,6 @@ def refusal(channel, method, raw):
     with pytest.raises(grpc.RpcError) as caught:
         call_raw(channel, method, raw)
     return caught.value.code(), caught.value.details()
-
-
-def resident_bytes():
-    """The memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def echo_request(**inputs):

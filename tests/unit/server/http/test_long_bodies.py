@@ -15,7 +15,9 @@ import pytest
 from loop_watch import LONGEST_PAUSE_S, LoopWatch
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.server.decoding.body import SHORT_BYTES, LongBody
+from trimaran.server.administration import CONTROL_REFUSED
+from trimaran.server.decoding import decoder
+from trimaran.server.decoding.body import LONG_BYTES, SHORT_BYTES, LongBody
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.decoding.process import Refusal
 from trimaran.server.http import infer as http_infer
@@ -51,6 +53,34 @@ def bodies_of(number, members=100_000):
 
 
 BODIES = bodies_of(MANY)
+
+
+def test_a_helper_that_keeps_memory_is_replaced(fresh_server, monkeypatch):
+    me, body = (
+        psutil.Process(),
+        json.dumps({"text_input": "a" * 2 * LONG_BYTES, "max_tokens": 1}).encode(),
+    )
+    before = set(me.children())
+
+    def helpers():
+        assert fresh_server.post("/v2/models/repeat/generate", body).status == 200
+        return set(me.children()) - before
+
+    (first,) = helpers()
+    assert helpers() == {first}
+    monkeypatch.setattr(decoder, "_MAX_KEPT_BYTES", -(1 << 40))
+    helpers()
+    first.wait(60)
+    (second,) = helpers()
+    assert second != first
+
+
+def test_a_long_request_to_load_is_refused_where_clients_load_nothing(fresh_server):
+    before = set(psutil.Process().children())
+    path = "/v2/repository/models/echo/load"
+    answer = fresh_server.post(path, b'{"parameters":{"a":"%b"}}' % (b"x" * 2 * SHORT_BYTES))
+    assert (answer.status, answer.error) == (503, CONTROL_REFUSED)
+    assert set(psutil.Process().children()) == before
 
 
 def long_texts(num_bytes=2 * SHORT_BYTES):
