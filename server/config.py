@@ -81,7 +81,7 @@ class FrontendConfig:
     http_max_input_bytes: int = 64 << 20
     """Limit on an HTTP body, compressed or not, and on each tensor in JSON."""
 
-    grpc_max_message_bytes: int = 64 << 20
+    grpc_max_message_bytes: int = 48 << 20
     """Limit on a gRPC message from a client."""
 
     http_max_pending_bytes: int = 256 << 20

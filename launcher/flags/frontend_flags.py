@@ -58,7 +58,7 @@ def add_body_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--grpc-max-message-size",
         type=size,
-        default=64 << 20,
+        default=48 << 20,
         metavar="BYTES",
         help="limit on a message from a client, compressed or not (%(default)s)",
     )

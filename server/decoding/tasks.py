@@ -51,7 +51,7 @@ class InferTask:
         Raises:
             RequestError: with the kind and text that clients know.
         """
-        json_access.check_num_values(data, self.max_input_bytes)
+        json_access.check_json(data, self.max_input_bytes)
         config = ModelConfig.FromString(self.config)
         blobs = _stand_in(self.num_blob_bytes)
         parsed = parse_document(data, blobs, config, self.max_input_bytes, self.prompts)
@@ -76,7 +76,7 @@ class GenerateTask:
         Raises:
             RequestError: with the kind and text that clients know.
         """
-        json_access.check_num_values(data, self.max_input_bytes)
+        json_access.check_json(data, self.max_input_bytes)
         config = ModelConfig.FromString(self.config)
         mapper = GenerateMapper(config, self.max_input_bytes, self.prompts)
         parsed = ParsedInfer(*mapper.parse(data))
@@ -124,7 +124,7 @@ class LoadJsonTask:
         Raises:
             RequestError: a parameter is unknown or of another type.
         """
-        json_access.check_num_values(data, self.max_input_bytes)
+        json_access.check_json(data, self.max_input_bytes)
         return load_request_of_json(self.name, data)
 
 

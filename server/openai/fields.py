@@ -20,7 +20,7 @@ def parse_body(body: Buffer, max_input_bytes: int) -> Fields:
         ApiError: no JSON object, or more values than a request may have.
     """
     try:
-        json_access.check_num_values(body, max_input_bytes)
+        json_access.check_json(body, max_input_bytes)
         document = json_access.parse(body)
     except RequestError as error:
         raise ApiError(str(error)) from None

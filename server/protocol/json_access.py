@@ -13,7 +13,12 @@ from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference.tensor_bytes import Buffer
-from trimaran.server.protocol.limits import MAX_MEMBERS, max_num_values, too_many_values
+from trimaran.server.protocol.limits import (
+    MAX_MEMBERS,
+    max_json_bytes,
+    max_num_values,
+    too_many_values,
+)
 
 MAX_NESTING = 100
 """Deepest nesting of lists in tensor data."""
@@ -102,13 +107,20 @@ def parse(body: Buffer) -> Any:
         raise unparsable(f"Nested deeper than {MAX_NESTING} levels", 0) from None
 
 
-def check_num_values(body: Buffer, max_input_bytes: int) -> None:
-    """Refuse a JSON text of more values than a request may have, before any is made.
+def check_json(body: Buffer, max_input_bytes: int) -> None:
+    """Refuse a JSON text that is longer, or has more values, than a request may have, before
+    any value is made.
 
     Raises:
-        RequestError: more than `max_num_values` of ``max_input_bytes``, or more objects and
-            members of objects than `MAX_MEMBERS`.
+        RequestError: more than `max_json_bytes` or `max_num_values` of ``max_input_bytes``, or
+            more objects and members of objects than `MAX_MEMBERS`.
     """
+    if len(body) > max_json_bytes(max_input_bytes):
+        raise RequestError(
+            f"the JSON of a request may have {max_json_bytes(max_input_bytes)} bytes, three "
+            f"quarters of --http-max-input-size, and this has {len(body)}. Send tensors as "
+            "binary data, or use --http-max-input-size to increase the limit."
+        )
     limit = max_num_values(max_input_bytes)
     if _exceeds(body, b"{:", MAX_MEMBERS):
         raise RequestError(

@@ -61,6 +61,12 @@ def check_id(what: str, text: str) -> str:
     return text
 
 
+def max_json_bytes(max_input_bytes: int) -> int:
+    """Most bytes of JSON of a request under a limit on input: a string is three times in memory
+    while it is parsed (the body, the text of all JSON, and the string)."""
+    return max_input_bytes // 4 * 3
+
+
 def max_num_values(max_input_bytes: int) -> int:
     """Most values of a request (members, elements and parameters) under a limit on input."""
     return max_input_bytes // _VALUE_BYTES

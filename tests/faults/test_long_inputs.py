@@ -36,8 +36,8 @@ MAX_GROWTH_MB = 200.0
 GUIDE_PROCESSES_MB = 4096.0
 """Processes that compile guides have a limit of their own (docs/guided-decoding.md)."""
 
-NUM_BYTES = 48 << 20
-"""A long tensor has contents of so many bytes. The longest message has 64 MiB."""
+NUM_BYTES = 44 << 20
+"""A long tensor has contents of so many bytes. The longest message has 48 MiB."""
 SERVICE = "/inference.GRPCInferenceService/"
 GENERATE = "/v2/models/ensemble/generate"
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"

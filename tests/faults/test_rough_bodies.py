@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(120)
 
 MAX_GAP_S = 1.0
 MAX_GROWTH_MB = 200.0
-NEARLY_ALL = (64 << 20) - 1000
-"""Nearly the longest body and message."""
+NEARLY_ALL = (48 << 20) - 1000
+"""Nearly the longest JSON and the longest message."""
 
 GENERATE = "/v2/models/ensemble/generate"
 INFER = "/v2/models/preprocessing/infer"
@@ -169,7 +169,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     ),
     "id": (
         GENERATE,
-        lambda: b'{"text_input":"a","max_tokens":1,"id":"%b"}' % _repeated(b"x", 60 << 20),
+        lambda: b'{"text_input":"a","max_tokens":1,"id":"%b"}' % _repeated(b"x", 44 << 20),
         "the request's id has",
     ),
     "brackets": (GENERATE, lambda: _repeated(b"["), "at most 1048576 values"),
@@ -184,6 +184,9 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "Missing a closing quotation mark in string",
     ),
     "text that is no JSON": (GENERATE, lambda: _repeated(b"x"), "failed to parse"),
+    "JSON over its part of a body": (
+        GENERATE, lambda: _repeated(b"x", 64 << 20), "the JSON of a request may have 50331648"
+    ),
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ THREAD = "in a thread"
 ENGINE = "the engine's: tokens of one step, or the text of one sequence"
 PROMPT = "a prompt that the engine takes"
 VALUE = "one value of an answer"
-FLAG = "--http-max-input-size or --grpc-max-message-size, 64 MiB: one copy, below 0.1 s"
+FLAG = "--http-max-input-size or --grpc-max-message-size, 64 MiB at most: one copy, below 0.1 s"
 
 Bound = Limit | str | tuple[Limit, ...]
 Places = dict[str, Bound]

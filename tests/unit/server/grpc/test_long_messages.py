@@ -29,7 +29,7 @@ from trimaran.server.protocol.message_scan import (
     split_infer,
 )
 
-LIMIT = 64 << 20
+LIMIT = 48 << 20
 SERVICE = "/inference.GRPCInferenceService/"
 
 

@@ -68,9 +68,10 @@ def test_a_helper_that_keeps_memory_is_replaced(fresh_server, monkeypatch):
 
     (first,) = helpers()
     assert helpers() == {first}
-    monkeypatch.setattr(decoder, "_MAX_KEPT_BYTES", -(1 << 40))
-    helpers()
-    first.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "_MAX_KEPT_BYTES", -(1 << 40))
+        helpers()
+        first.wait(60)
     (second,) = helpers()
     assert second != first
 

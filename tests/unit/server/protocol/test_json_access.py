@@ -45,16 +45,27 @@ def test_json_in_parts_is_that_of_one_call(value):
 
 def test_values_are_counted_outside_of_strings_however_long_these_are():
     """Without memory for each character, and without reading an open string twice."""
-    limit = 64 * 1000
+    limit = 64 * 100_000
     marks, escaped = b",{[:" * 200_000, b'\\",' * 200_000
     tracemalloc.start()
     for text in (marks, escaped, escaped + b"\\\\"):
-        json_access.check_num_values(b'{"a":"%b"}' % text, limit)
+        json_access.check_json(b'{"a":"%b"}' % text, limit)
         # The string has no end: its characters are no values either.
-        json_access.check_num_values(b'{"a":"%b' % text, limit)
+        json_access.check_json(b'{"a":"%b' % text, limit)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 16 << 20
-    for body in (b'["%b",%b]' % (escaped, b"1," * 1001), b'[%b"%b' % (b"1," * 1001, escaped)):
-        with pytest.raises(RequestError, match="at most 1000 values"):
-            json_access.check_num_values(body, limit)
+    for body in (b'["%b",%b]' % (escaped, b"1," * 100_001), b'[%b"%b' % (b"1," * 100_001, escaped)):
+        with pytest.raises(RequestError, match="at most 100000 values"):
+            json_access.check_json(body, limit)
+
+
+def test_json_may_be_three_quarters_of_a_body():
+    json_access.check_json(b" " * 3000, 4000)
+    with pytest.raises(RequestError) as caught:
+        json_access.check_json(b" " * 3001, 4000)
+    assert str(caught.value) == (
+        "the JSON of a request may have 3000 bytes, three quarters of --http-max-input-size, "
+        "and this has 3001. Send tensors as binary data, or use --http-max-input-size to "
+        "increase the limit."
+    )
