@@ -55,7 +55,10 @@ def test_values_are_counted_outside_of_strings_however_long_these_are():
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 16 << 20
-    for body in (b'["%b",%b]' % (escaped, b"1," * 100_001), b'[%b"%b' % (b"1," * 100_001, escaped)):
+    for body in (
+        b'["%b",%b]' % (escaped, b"1," * 100_001),
+        b'[%b"%b' % (b"1," * 100_001, escaped),
+    ):
         with pytest.raises(RequestError, match="at most 100000 values"):
             json_access.check_json(body, limit)
 
