@@ -147,15 +147,16 @@ def split_strings(raw: Buffer, input_name: str) -> Array:
     return run_at_once(split_in_chunks(raw, input_name))
 
 
-def count_in_chunks(raw: Buffer, input_name: str) -> Cooperative[int]:
-    """The number of elements of a BYTES tensor, cooperatively, without memory for them.
+def count_in_chunks(raw: Buffer, input_name: str, limit: int) -> Cooperative[int]:
+    """The number of elements of a BYTES tensor, cooperatively, without memory for them. A tensor
+    of more than ``limit`` is counted only until that is known.
 
     Raises:
         RequestError: as for `split_strings`.
     """
     view = memoryview(raw)
     count = start = 0
-    while start < len(view):
+    while start < len(view) and count <= limit:
         for _ in range(CHUNK_ITEMS):
             if start >= len(view):
                 break

@@ -267,13 +267,13 @@ class Validator:
         """
         try:
             if len(memoryview(raw)) > _FEW_BYTES:
-                count = yield from count_in_chunks(raw, wire.name)
-                self._check_strings(wire, count, expected)
+                count = yield from count_in_chunks(raw, wire.name, MAX_STRINGS)
                 if count > MAX_STRINGS:
                     raise _Prefixed(
-                        f"input '{wire.name}' has {count} strings, and at most {MAX_STRINGS} "
-                        "are allowed. Send several requests."
+                        f"input '{wire.name}' has more than {MAX_STRINGS} strings. Send "
+                        "several requests."
                     )
+                self._check_strings(wire, count, expected)
             return (yield from split_in_chunks(raw, wire.name))
         except CutLengthError as error:
             # As in Triton, the error of a cut string names neither the request nor the model.
