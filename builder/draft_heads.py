@@ -26,9 +26,9 @@ from trimaran.worker.config.draft_network import (
 from trimaran.worker.config.draft_tree import (
     MC_SIM_7B_63,
     DraftTree,
-    Growth,
-    beams_of,
-    growth_of,
+    DynamicTreeLimits,
+    beam_limits,
+    dynamic_limits,
     read_choices,
 )
 from trimaran.worker.config.engine_folder import BuildConfig, RankMapping
@@ -153,7 +153,9 @@ def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Draf
     return tree
 
 
-def growth_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Growth | None:
+def dynamic_limits_of_flags(
+    args: argparse.Namespace, mode: str, most: int | None
+) -> DynamicTreeLimits | None:
     """The limits of the dynamic trees that an engine with an EAGLE head grows, or of the beams
     of ReDrafter, of ``most`` nodes; None for other drafts.
 
@@ -164,7 +166,7 @@ def growth_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Gr
     top_k, beams = args.eagle_dynamic_tree_max_top_k, args.redrafter_num_beams
     if beams is not None and beams > 1 and mode == _EXPLICIT:
         length = args.redrafter_draft_len_per_beam or _REDRAFTER_LENGTH
-        return beams_of(beams, length, beams * length if most is None else most)
+        return beam_limits(beams, length, beams * length if most is None else most)
     if not args.eagle_use_dynamic_tree:
         if top_k is not None:
             raise ConfigError(
@@ -181,7 +183,7 @@ def growth_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Gr
     if not most or most < 0:
         # `build_config` refuses the length.
         return None
-    return growth_of(top_k or _TOP_K, args.num_eagle_layers or _DEPTH, most)
+    return dynamic_limits(top_k or _TOP_K, args.num_eagle_layers or _DEPTH, most)
 
 
 def _num_steps(args: argparse.Namespace, mode: str) -> int | None:

@@ -12,7 +12,7 @@ from trimaran.builder.draft_heads import (
     HEAD_MODES,
     add_head_flags,
     chain_length,
-    growth_of_flags,
+    dynamic_limits_of_flags,
     tree_of_flags,
 )
 from trimaran.builder.foreign_flags import FlagSink
@@ -200,9 +200,9 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
             f"--speculative_decoding_mode is {mode!r} but must be one of "
             f"{', '.join(_SERVED_MODES)}"
         )
-    growth, tree = growth_of_flags(args, mode, most), tree_of_flags(args, mode, most)
-    if growth is not None:
-        most = growth.num_nodes
+    limits, tree = dynamic_limits_of_flags(args, mode, most), tree_of_flags(args, mode, most)
+    if limits is not None:
+        most = limits.num_nodes
     else:
         most = chain_length(args, mode, most) if tree is None else tree.num_nodes
     if mode == _NO_DRAFTS and most:
@@ -221,7 +221,7 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
             f"--speculative_decoding_mode {mode}"
         )
     choices = "" if tree is None else tree.text
-    width, depth = (0, 0) if growth is None else growth[:2]
+    width, depth = (0, 0) if limits is None else limits[:2]
     return {
         "speculative_decoding_mode": mode, "max_draft_len": most, "draft_choices": choices,
         "draft_width": width, "draft_depth": depth,

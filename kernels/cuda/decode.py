@@ -190,8 +190,8 @@ def _plan_of(
     if found is not None:
         # The preceding kernel stores keys of the step. The plan of shared reads tells which,
         # unless drafts follow a prompt's chunk, which is no decode.
-        is_told = shares and metadata.num_decodes == metadata.seq_lens.shape[0]
-        return found, is_told or not metadata.shares_rows
+        is_known = shares and metadata.num_decodes == metadata.seq_lens.shape[0]
+        return found, is_known or not metadata.shares_rows
     heads = (num_heads, num_kv_heads, head_size)
     num_programs = _num_processors(device) * _PROGRAMS_PER_SM
     unit = max(_UNIT, kv_cache.shape[2])

@@ -48,7 +48,7 @@ class _Arguments(ctypes.Structure):
         ("num_entries", ctypes.c_int),
         ("num_padded", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
-        ("turn", ctypes.c_int),
+        ("ring_slot", ctypes.c_int),
         ("entries", ctypes.c_int * (2 * MAX_ROWS)),
         ("new_blocks", ctypes.c_int * (2 * MAX_BLOCKS)),
     )
@@ -94,7 +94,7 @@ class DecodeInputs:
         computed_S: _Int32Array,
         new_blocks: _Int32Array,
         num_padded: int,
-        turn: int,
+        ring_slot: int,
     ) -> None:
         """Fill the target for a step of these rows, each with its next token.
 
@@ -110,7 +110,7 @@ class DecodeInputs:
             self._new_blocks[:added, 1] = new_blocks[:, 3]
         arguments = self._arguments
         arguments.num_entries, arguments.num_padded = count, max(count, num_padded)
-        arguments.num_blocks, arguments.turn = added, turn
+        arguments.num_blocks, arguments.ring_slot = added, ring_slot
         # Triton's call takes the host a tenth of torch's.
         stream = driver.active.get_current_stream(self._device.index)
         # The driver copies the arguments.

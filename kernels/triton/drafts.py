@@ -21,20 +21,20 @@ _IDS_TILE = 2048
 
 
 @triton.jit(do_not_specialize=["longest", "spare_slot"])  # type: ignore[untyped-decorator,unused-ignore]
-def _places_kernel(  # type: ignore[no-untyped-def]
+def _draft_batch_kernel(  # type: ignore[no-untyped-def]
     table, ids, block_tables, wide, narrow, step_wide, step_narrow, rejected, num_accepted,
     last, longest, spare_slot, max_blocks, stride, step_wide_stride, step_narrow_stride,
     COLUMNS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     HAS_TREES: tl.constexpr,
 ):  # fmt: skip
-    """Program s computes the places of sequence s."""
+    """Program s computes the entries of sequence s in the batch."""
     sequence = tl.program_id(0)
     own_row = table + sequence * COLUMNS
     row, limit, own = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
     first, num_drafts = tl.load(own_row + 3), tl.load(own_row + 4)
     length = tl.load(step_narrow + 5 * step_narrow_stride + own)
-    places = tl.arange(0, TILE)
-    is_draft = places < num_drafts
+    offsets = tl.arange(0, TILE)
+    is_draft = offsets < num_drafts
     if HAS_TREES:
         # `accept_paths` has found the path, and written the rejected drafts.
         accepted = tl.load(num_accepted + own, mask=num_drafts > 0, other=0)
@@ -42,30 +42,30 @@ def _places_kernel(  # type: ignore[no-untyped-def]
         sampled = tl.where(num_drafts > 0, sampled, own)
     else:
         # The draft rows' own tokens are the drafts.
-        at_tokens = step_wide + 2 * step_wide_stride + first + places
+        at_tokens = step_wide + 2 * step_wide_stride + first + offsets
         tokens = tl.load(at_tokens, mask=is_draft, other=0)
         drafts = tl.load(step_narrow + tokens, mask=is_draft, other=-1)
-        at = tl.where(places == 0, own, first + places - 1)
+        at = tl.where(offsets == 0, own, first + offsets - 1)
         found = tl.load(ids + at, mask=is_draft, other=-2)
-        accepted = tl.min(tl.where(is_draft & (found == drafts), TILE, places), 0)
+        accepted = tl.min(tl.where(is_draft & (found == drafts), TILE, offsets), 0)
         accepted = tl.minimum(accepted, num_drafts)
         tl.store(rejected + row, (num_drafts - accepted).to(tl.int32))
         sampled = tl.where(accepted == 0, own, first + accepted - 1)
-    is_place = places < MOST
-    positions = length + accepted + places
+    is_entry = offsets < MOST
+    positions = length + accepted + offsets
     block_at = tl.minimum(positions // BLOCK, max_blocks - 1)
-    blocks = tl.load(block_tables + row * max_blocks + block_at, mask=is_place, other=0)
+    blocks = tl.load(block_tables + row * max_blocks + block_at, mask=is_entry, other=0)
     slots = blocks.to(tl.int64) * BLOCK + positions % BLOCK
     slots = tl.where(positions < limit, slots, spare_slot)
     lengths = tl.minimum(positions + 1, limit)
     tl.store(wide + sequence, sampled)
     tl.store(wide + stride + sequence, tl.load(ids + sampled))
     tl.store(narrow + sequence, row.to(tl.int32))
-    to = wide + 2 * stride + places * stride + sequence
-    tl.store(to, tl.minimum(positions, longest - 1), mask=is_place)
-    tl.store(to + MOST * stride, slots, mask=is_place)
-    to = narrow + stride + places * stride + sequence
-    tl.store(to, lengths.to(tl.int32), mask=is_place)
+    to = wide + 2 * stride + offsets * stride + sequence
+    tl.store(to, tl.minimum(positions, longest - 1), mask=is_entry)
+    tl.store(to + MOST * stride, slots, mask=is_entry)
+    to = narrow + stride + offsets * stride + sequence
+    tl.store(to, lengths.to(tl.int32), mask=is_entry)
 
 
 @triton.jit(do_not_specialize=["row_len", "count", "stride_n", "stride_k"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -75,18 +75,18 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     """Program s writes the drafts of sequence s behind the id at its first position."""
     sequence = tl.program_id(0)
     row = tl.load(rows + sequence).to(tl.int64)
-    places = tl.arange(0, TILE)
-    # The last place of a row is behind its longest sequence.
-    to = tl.minimum(tl.load(positions + sequence) + 1 + places, row_len - 1)
-    is_draft = places < count
-    own = drafts + sequence * stride_n + places * stride_k
+    offsets = tl.arange(0, TILE)
+    # The last entry of a row is behind its longest sequence.
+    to = tl.minimum(tl.load(positions + sequence) + 1 + offsets, row_len - 1)
+    is_draft = offsets < count
+    own = drafts + sequence * stride_n + offsets * stride_k
     ids = tl.load(own, mask=is_draft, other=0)
     tl.store(table + row * row_len + to, ids.to(tl.int32), mask=is_draft)
 
 
 @dataclass(slots=True)
-class PlaceTensors:
-    """The outputs of `draft_places`: buffers at fixed addresses, as CUDA graphs need."""
+class DraftBatchTensors:
+    """The outputs of `draft_batch`: buffers at fixed addresses, as CUDA graphs need."""
 
     wide: Tensor
     """int64 [2 + 2 * K, W]: index of the last accepted row among the sampled rows, the id that
@@ -96,7 +96,7 @@ class PlaceTensors:
     """int32 [1 + K, W]: row of the sequence, tokens up to each of the positions."""
 
     @classmethod
-    def allocate(cls, num_rows: int, most: int, device: torch.device) -> PlaceTensors:
+    def allocate(cls, num_rows: int, most: int, device: torch.device) -> DraftBatchTensors:
         """For ``num_rows`` sequences of ``most`` drafts."""
         width = -(-num_rows // _ALIGNED) * _ALIGNED
         wide = torch.zeros((2 + 2 * most, width), dtype=torch.int64, device=device)
@@ -104,12 +104,12 @@ class PlaceTensors:
         return cls(wide, narrow)
 
 
-def draft_places(
+def draft_batch(
     table: Tensor,
     ids_N: Tensor,
     block_tables_RM: Tensor,
     step: StepTensors,
-    target: PlaceTensors,
+    target: DraftBatchTensors,
     longest: int,
     spare_slot: int,
     outcomes: tuple[Tensor, Tensor] | None = None,
@@ -125,7 +125,7 @@ def draft_places(
     position is beyond ``longest``.
     """
     most = (len(target.wide) - 2) // 2
-    _places_kernel[(table.shape[0],)](
+    _draft_batch_kernel[(table.shape[0],)](
         table, ids_N, block_tables_RM, target.wide, target.narrow, step.wide, step.narrow,
         step.rejected, ids_N if outcomes is None else outcomes[0],
         ids_N if outcomes is None else outcomes[1], longest, spare_slot,
@@ -156,11 +156,11 @@ def _log_sums_kernel(  # type: ignore[no-untyped-def]
 ):
     """Program s computes the logarithm of the sum of exponentials of row s."""
     row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, TILE)
+    offsets = tl.arange(0, TILE)
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     for first in range(0, vocab_size, TILE):
-        ids = first + places
+        ids = first + offsets
         own = logits + row * row_stride + ids
         values = tl.load(own, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(most, values)

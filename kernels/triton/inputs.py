@@ -21,9 +21,9 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles
 _TILE = 256
 
 
-@triton.jit(do_not_specialize=["places_at", "segments_at", "num_updates", "num_segments"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["indices_at", "segments_at", "num_updates", "num_segments"])  # type: ignore[untyped-decorator,unused-ignore]
 def _enter_kernel(  # type: ignore[no-untyped-def]
-    packed, table, block_tables, places_at, segments_at, num_updates, num_segments, row_len,
+    packed, table, block_tables, indices_at, segments_at, num_updates, num_segments, row_len,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (0, t) writes a tile of block ids, program (1 + i, t) one of segment i's ids."""
@@ -33,9 +33,9 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
     what, offsets = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     if what == 0:
         is_update = offsets < num_updates
-        places = tl.load(packed + places_at + offsets, mask=is_update, other=0)
-        blocks = tl.load(packed + places_at + num_updates + offsets, mask=is_update, other=0)
-        tl.store(block_tables + places, blocks, mask=is_update)
+        indices = tl.load(packed + indices_at + offsets, mask=is_update, other=0)
+        blocks = tl.load(packed + indices_at + num_updates + offsets, mask=is_update, other=0)
+        tl.store(block_tables + indices, blocks, mask=is_update)
         return
     segment = packed + segments_at + 4 * (what - 1)
     row, first, length = (
@@ -49,15 +49,16 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _word_of(words, num_entries, grown, entry, is_real):  # type: ignore[no-untyped-def]
+def _word_of(words, num_entries, own_words, entry, is_real):  # type: ignore[no-untyped-def]
     """The word of an entry in a tree, the number of rows that it hides, and the number of its
-    node or -1. ``grown`` are the words of the tree that a network grew for the entry's row."""
+    node or -1. ``own_words`` are the words of the tree that a network grew for the entry's
+    row."""
     node = tl.load(words + 2 * num_entries + entry, mask=is_real, other=0) - 1
     low = tl.load(words + 2 * entry, mask=is_real, other=-1).to(tl.int64)
     high = tl.load(words + 2 * entry + 1, mask=is_real, other=-1).to(tl.int64)
     word = (high << 32) | (low & 0xFFFFFFFF)
     is_untold = word == 0
-    word = tl.where(is_untold, tl.load(grown + node, mask=is_untold, other=-1), word)
+    word = tl.where(is_untold, tl.load(own_words + node, mask=is_untold, other=-1), word)
     bits = (word >> tl.arange(0, 64).to(tl.int64)) & 1
     return word, 64 - tl.sum(bits, 0).to(tl.int32), node
 
@@ -82,8 +83,8 @@ def _sampled_index(indices, entry, is_real):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded", "words_at", "dump"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
-    max_blocks, spare_row, wide_stride, narrow_stride, shifts, rejected, tree_words, num_grown,
-    words_at, dump,
+    max_blocks, spare_row, wide_stride, narrow_stride, shifts, rejected, tree_words,
+    num_tree_nodes, words_at, dump,
     BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr, HAS_TREES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -110,21 +111,21 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     blocks = block_tables + row * max_blocks + positions // BLOCK
     block = tl.load(blocks, mask=is_token, other=0).to(tl.int64)
     tl.store(narrow + tokens, ids, mask=is_token)
-    told, hidden = positions, 0
+    shifted, hidden = positions, 0
     if HAS_TREES:
-        grown = tree_words + row.to(tl.int64) * num_grown
-        word, hidden, node = _word_of(packed + words_at, num_entries, grown, entry, is_real)
-        told -= hidden
+        own_words = tree_words + row.to(tl.int64) * num_tree_nodes
+        word, hidden, node = _word_of(packed + words_at, num_entries, own_words, entry, is_real)
+        shifted -= hidden
         tl.store(wide + 4 * wide_stride + entry, word, mask=tile == 0)
     if HAS_SHIFTS:
-        told += tl.load(shifts + row)
-    tl.store(wide + tokens, told.to(tl.int64), mask=is_token)
+        shifted += tl.load(shifts + row)
+    tl.store(wide + tokens, shifted.to(tl.int64), mask=is_token)
     slots = block * BLOCK + positions % BLOCK
     tl.store(wide + wide_stride + tokens, slots, mask=is_token)
     if (entry == 0) & (tile == 0):
         tl.store(narrow + 6 * narrow_stride, num_tokens)
-        turn = tl.load(packed + 4 * num_entries + 1, mask=num_entries > 0, other=0)
-        tl.store(narrow + 6 * narrow_stride + 1, turn)
+        ring_slot = tl.load(packed + 4 * num_entries + 1, mask=num_entries > 0, other=0)
+        tl.store(narrow + 6 * narrow_stride + 1, ring_slot)
     if tile == 0:
         length = computed + end - first
         tl.store(narrow + narrow_stride + entry, row)
@@ -135,25 +136,25 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             tl.store(narrow + 4 * narrow_stride + sampled, tl.where(is_real, row, -1))
             tl.store(narrow + 5 * narrow_stride + sampled, length - hidden)
             tl.store(wide + 2 * wide_stride + sampled, (end - 1).to(tl.int64))
-            place = row.to(tl.int64) * row_len + length
+            index = row.to(tl.int64) * row_len + length
             if HAS_TREES:
                 # The ids of drafts' rows are read once accepted paths are known.
-                place = tl.where(node >= 0, dump, place)
-            tl.store(wide + 3 * wide_stride + sampled, tl.where(is_real, place, dump))
+                index = tl.where(node >= 0, dump, index)
+            tl.store(wide + 3 * wide_stride + sampled, tl.where(is_real, index, dump))
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator,unused-ignore]
 def _store_kernel(  # type: ignore[no-untyped-def]
-    ids, places, table, count, TILE: tl.constexpr, OVERLAPS: tl.constexpr
+    ids, indices, table, count, TILE: tl.constexpr, OVERLAPS: tl.constexpr
 ):
     offsets = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
     is_id = offsets < count
-    place = tl.load(places + offsets, mask=is_id, other=0)
+    index = tl.load(indices + offsets, mask=is_id, other=0)
     value = tl.load(ids + offsets, mask=is_id, other=0)
-    tl.store(table + place, value.to(tl.int32), mask=is_id)
+    tl.store(table + index, value.to(tl.int32), mask=is_id)
 
 
 _enter = Launcher(_enter_kernel)
@@ -175,7 +176,7 @@ class StepTensors:
     narrow: Tensor
     """int32 [7, size]: token ids, rows, sequence lengths, query starts, rows and lengths of
     the sampled entries; the first elements of the last row are the number of tokens without
-    padding, and the step's turn.
+    padding, and the step's ring slot.
     """
 
     block_size: int
@@ -211,7 +212,7 @@ def enter(
     packed: Tensor,
     table_RL: Tensor,
     block_tables: Tensor,
-    places_at: int,
+    indices_at: int,
     num_updates: int,
     segments_at: int,
     num_segments: int,
@@ -219,14 +220,14 @@ def enter(
 ) -> None:
     """Write new block ids and rows' token ids from the host.
 
-    ``packed`` is int32. From ``places_at`` on it has the indices in ``block_tables`` of
+    ``packed`` is int32. From ``indices_at`` on it has the indices in ``block_tables`` of
     ``num_updates`` blocks, then their ids. From ``segments_at`` on it has (row, index in the
     row, offset in ``packed``, length) for each segment of token ids, of at most ``longest``
     ids.
     """
     tiles = num_tiles(max(num_updates, longest, 1), _TILE)
     args = (
-        packed, table_RL, block_tables, places_at, segments_at, num_updates, num_segments,
+        packed, table_RL, block_tables, indices_at, segments_at, num_updates, num_segments,
         table_RL.stride(0),
     )  # fmt: skip
     _enter((1 + num_segments, tiles), args, (_TILE,))
@@ -245,12 +246,12 @@ def prepare(
     """Fill ``target`` for one step of ``num_entries`` entries.
 
     ``packed`` is int32: rows [S], computed tokens [S], index among the sampled entries or -1
-    [S], query starts [S + 1], the step's turn. A negative number -1 - n of computed tokens
+    [S], query starts [S + 1], the step's ring slot. A negative number -1 - n of computed tokens
     stands for n tokens without those that the row's entry of ``target.rejected`` counts.
     Entries from ``num_entries`` to ``num_padded`` are padding: one token each, at position 0 of
     the last row, which no sequence has, until there are ``num_padded`` tokens; later entries
     have none. If all entries are sampled, padding entries follow them among the sampled ones,
-    with row -1 and a place in the token table that no step reads.
+    with row -1 and an index in the token table that no step reads.
 
     If ``target.has_trees``, the words of `AttentionMetadata.tree_masks` follow in two halves,
     the lower one first [S, 2], and the number of each draft's node, from 1 on, or 0 for other

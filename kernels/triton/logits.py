@@ -48,15 +48,15 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(rows + entry).to(tl.int64)
     own = state + row * _WIDTH
     _, _, _, has_any = _penalties_of(own)
-    places = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
+    positions = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_known = positions < tl.where(has_any, tl.load(lengths + entry), 0)
     id_row = tl.load(id_rows + entry).to(tl.int64)
-    ids = tl.load(table + id_row * table_stride + places, mask=is_known, other=-1)
+    ids = tl.load(table + id_row * table_stride + positions, mask=is_known, other=-1)
     is_known = is_known & (ids >= 0) & (ids < vocab_size)
-    is_output = places >= tl.load(own + _NUM_PROMPT)
+    is_output = positions >= tl.load(own + _NUM_PROMPT)
     count = counts + entry * vocab_size + ids
     tl.atomic_add(count, 1, mask=is_known & is_output, sem="relaxed")
-    is_prompt = places < tl.load(own + _NUM_PROMPT)
+    is_prompt = positions < tl.load(own + _NUM_PROMPT)
     tl.atomic_or(count, _IN_PROMPT, mask=is_known & is_prompt, sem="relaxed")
 
 
@@ -77,21 +77,21 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     repetition, presence, frequency, has_any = _penalties_of(state + row * _WIDTH)
-    places = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
+    positions = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_known = positions < tl.where(has_any, tl.load(lengths + entry), 0)
     id_row = tl.load(id_rows + entry).to(tl.int64)
-    ids = tl.load(table + id_row * table_stride + places, mask=is_known, other=-1)
+    ids = tl.load(table + id_row * table_stride + positions, mask=is_known, other=-1)
     is_known = is_known & (ids >= 0) & (ids < vocab_size)
     # The first position with an id to read the id's count applies the penalty.
-    place = entry * vocab_size + ids
-    count = tl.atomic_xchg(counts + place, 0, mask=is_known, sem="relaxed")
+    index = entry * vocab_size + ids
+    count = tl.atomic_xchg(counts + index, 0, mask=is_known, sem="relaxed")
     is_mine = is_known & (count != 0)
-    x = tl.load(logits + place, mask=is_mine, other=0.0)
+    x = tl.load(logits + index, mask=is_mine, other=0.0)
     x = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
     num_outputs = count & (_IN_PROMPT - 1)
     x -= frequency * num_outputs.to(tl.float32)
     x -= tl.where(num_outputs > 0, presence, 0.0)
-    tl.store(logits + place, x, mask=is_mine)
+    tl.store(logits + index, x, mask=is_mine)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -115,16 +115,16 @@ def _forbid_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + ends, never, mask=is_early & is_end)
     size = tl.load(own + _NGRAM)
     if size > 0:
-        places = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        is_repeat = places <= length - size
-        # Most places differ at once, and the other ids of a long n-gram would be read in vain.
+        positions = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        is_repeat = positions <= length - size
+        # Most positions differ at once: the other ids of a long n-gram would be read in vain.
         step = size - 2
         while (step >= 0) & (tl.max(is_repeat.to(tl.int32), 0) > 0):
             wanted = tl.load(tokens + length - size + 1 + step)
-            found = tl.load(tokens + places + step, mask=is_repeat, other=-2)
+            found = tl.load(tokens + positions + step, mask=is_repeat, other=-2)
             is_repeat = is_repeat & (found == wanted)
             step -= 1
-        ids = tl.load(tokens + places + size - 1, mask=is_repeat, other=-1)
+        ids = tl.load(tokens + positions + size - 1, mask=is_repeat, other=-1)
         is_repeat = is_repeat & (ids >= 0) & (ids < vocab_size)
         tl.store(target + ids, tl.full([TILE], float("-inf"), tl.float32), mask=is_repeat)
 

@@ -20,7 +20,7 @@ from trimaran.kernels.triton import gumbel as triton_gumbel
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, P parts of it,
-# L longest sequence, T turns of steps in flight.
+# L longest sequence, T ring slots of steps in flight.
 
 _WIDTH = tl.constexpr(sampling_state.WIDTH)
 _TOP_K = tl.constexpr(sampling_state.TOP_K)
@@ -114,8 +114,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_parts", "row_width"])  # type: ignore[untyped-decorator,unused-ignore]
-def _tell_kernel(  # type: ignore[no-untyped-def]
-    scores, winners, places, table, told, turn, num_parts, vocab_size, row_width,
+def _finish_and_store_kernel(  # type: ignore[no-untyped-def]
+    scores, winners, indices, table, output_ids, ring_slot, num_parts, vocab_size, row_width,
     PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the best id of a row's parts to the token table and to the ids for the host."""
@@ -124,13 +124,13 @@ def _tell_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
         gdc_wait()
     _, best = _best_part(scores, winners, entry, num_parts, vocab_size, PADDED)
-    tl.store(told + tl.load(turn) * row_width + entry, best)
-    tl.store(table + tl.load(places + entry), best)
+    tl.store(output_ids + tl.load(ring_slot) * row_width + entry, best)
+    tl.store(table + tl.load(indices + entry), best)
 
 
 @triton.jit(do_not_specialize=["count", "row_width"])  # type: ignore[untyped-decorator,unused-ignore]
-def _tell_ids_kernel(  # type: ignore[no-untyped-def]
-    ids, places, table, told, turn, count, row_width, TILE: tl.constexpr,
+def _store_ids_kernel(  # type: ignore[no-untyped-def]
+    ids, indices, table, output_ids, ring_slot, count, row_width, TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write ids to the token table and to the ids for the host."""
@@ -140,14 +140,14 @@ def _tell_ids_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     is_entry = entries < count
     chosen = tl.load(ids + entries, mask=is_entry, other=0).to(tl.int32)
-    tl.store(told + tl.load(turn) * row_width + entries, chosen, mask=is_entry)
-    tl.store(table + tl.load(places + entries, mask=is_entry, other=0), chosen, mask=is_entry)
+    tl.store(output_ids + tl.load(ring_slot) * row_width + entries, chosen, mask=is_entry)
+    tl.store(table + tl.load(indices + entries, mask=is_entry, other=0), chosen, mask=is_entry)
 
 
 _gumbel_parts = Launcher(_gumbel_kernel)
 _best_of_parts = Launcher(_finish_kernel)
-_tell = Launcher(_tell_kernel)
-_tell_ids = Launcher(_tell_ids_kernel)
+_finish_and_store = Launcher(_finish_and_store_kernel)
+_store_ids = Launcher(_store_ids_kernel)
 
 
 def draw(
@@ -178,28 +178,28 @@ def draw(
 
 
 @dataclass(frozen=True, slots=True)
-class IdPlaces:
+class IdTargets:
     """Where drawn ids go: to the next step and to the host."""
 
-    places: Tensor
+    indices: Tensor
     """int64 [N]: indices in the token table."""
 
     table: Tensor
     """int32 [R, L], contiguous: the token table."""
 
-    told: Tensor
+    output_ids: Tensor
     """int32 [T, N or more], from which ids are copied to the host."""
 
-    turn: Tensor
-    """int32 [1] on the device: the row of ``told`` for the ids."""
+    ring_slot: Tensor
+    """int32 [1] on the device: the row of ``output_ids`` for the ids."""
 
 
-def draw_and_tell(
+def draw_and_store(
     logits_NV: Tensor,
     rows_N: Tensor,
     lengths_N: Tensor,
     state: Tensor,
-    target: IdPlaces,
+    target: IdTargets,
     *,
     has_filters: bool = False,
 ) -> None:
@@ -209,18 +209,32 @@ def draw_and_tell(
     launches.
     """
     vocab_size = logits_NV.shape[1]
-    places, table, told, turn = target.places, target.table, target.told, target.turn
+    indices, table, output_ids, ring_slot = (
+        target.indices,
+        target.table,
+        target.output_ids,
+        target.ring_slot,
+    )
     if has_filters:
         ids = draw(logits_NV, rows_N, lengths_N, state, has_filters=True)
-        args: tuple[Any, ...] = (ids, places, table, told, turn, len(ids), told.stride(0))
-        _tell_ids((num_tiles(len(ids), _IDS), 1), args, (_IDS,))
+        args: tuple[Any, ...] = (
+            ids,
+            indices,
+            table,
+            output_ids,
+            ring_slot,
+            len(ids),
+            output_ids.stride(0),
+        )
+        _store_ids((num_tiles(len(ids), _IDS), 1), args, (_IDS,))
         return
     scores, winners, tiles = _argmax_of_parts(logits_NV, rows_N, lengths_N, state, False, 0)
     count, num_parts = scores.shape
     args = (
-        scores, winners, places, table, told, turn, num_parts, vocab_size, told.stride(0),
+        scores, winners, indices, table, output_ids, ring_slot, num_parts, vocab_size,
+        output_ids.stride(0),
     )  # fmt: skip
-    _tell((count, 1), args, (padded_size(tiles),), num_warps=1)
+    _finish_and_store((count, 1), args, (padded_size(tiles),), num_warps=1)
 
 
 def best_keys(

@@ -63,15 +63,15 @@ def speculation_config(
     tree = _tree(model, folder, drafter, built)
     if not most:
         most = MAX_DRAFT_TOKENS if tree else _MAX_DRAFT_TOKENS
-    is_grown = drafter == built and not tree
+    is_dynamic = drafter == built and not tree
     return SpeculationConfig(
         drafter=drafter,
         lookahead=sizes,
         draft_dir=os.path.abspath(draft_dir) if draft_dir else "",
         max_draft_tokens=most,
         tree=tree,
-        tree_width=folder.build.draft_width if is_grown else 0,
-        tree_depth=folder.build.draft_depth if is_grown else 0,
+        tree_width=folder.build.draft_width if is_dynamic else 0,
+        tree_depth=folder.build.draft_depth if is_dynamic else 0,
         is_adaptive=not flags.verifies_all_drafts,
     )
 

@@ -148,8 +148,8 @@ def split_strings(raw: Buffer, input_name: str) -> Array:
 
 
 def count_in_chunks(raw: Buffer, input_name: str, limit: int) -> Cooperative[int]:
-    """The number of elements of a BYTES tensor, cooperatively, without memory for them. A tensor
-    of more than ``limit`` is counted only until that is known.
+    """The number of elements of a BYTES tensor, cooperatively, without memory for them. A
+    tensor of more than ``limit`` is counted only until that is known.
 
     Raises:
         RequestError: as for `split_strings`.

@@ -12,7 +12,7 @@ from tests.gpu.test_cuda_decode_bytes import ByteStep
 from trimaran.kernels.attention import AttentionMetadata
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.kv_quantization import KV_DTYPES
-from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, GrownTree
+from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, DynamicTree
 
 pytestmark = pytest.mark.gpu
 
@@ -165,7 +165,7 @@ def test_a_graph_serves_other_drafts_than_it_was_captured_with(dtype):
 def random_trees(counts, seed=1):
     """Trees of so many nodes; the last one of all nodes of `MC_SIM_7B_63`."""
     draw = random.Random(seed)
-    grown = [GrownTree([draw.randint(-1, n - 1) for n in range(count)]) for count in counts]
+    grown = [DynamicTree([draw.randint(-1, n - 1) for n in range(count)]) for count in counts]
     return [*grown[:-1], DraftTree(MC_SIM_7B_63)]
 
 
@@ -213,6 +213,6 @@ def test_masks_of_chains_change_no_result(dtype):
     for step.shares_reads in (True, False):
         step.trees = None
         wanted = step.run(is_fixed=True)
-        step.trees = [GrownTree(range(-1, count - 1)) for count in COUNTS]
+        step.trees = [DynamicTree(range(-1, count - 1)) for count in COUNTS]
         assert set(step.masks().tolist()) == {-1}
         assert step.run(is_fixed=True).equal(wanted)

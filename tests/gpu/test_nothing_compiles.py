@@ -395,13 +395,13 @@ DRAFTERS = {
     "draft_tokens": "", "ngram": "", "lookahead": "", "medusa": "",
     "eagle": str(EXAMPLES / "draft_heads" / "eagle"),
     "draft_model": str(EXAMPLES / "demo_models" / "draft"),
-    "eagle, grown": str(EXAMPLES / "draft_heads" / "eagle"),
+    "eagle, dynamic": str(EXAMPLES / "draft_heads" / "eagle"),
     "eagle, tree": str(EXAMPLES / "draft_heads" / "eagle"),
-    "medusa, tree": "", "redrafter, grown": "",
+    "medusa, tree": "", "redrafter, dynamic": "",
 }  # fmt: skip
-GROWN = {"max_draft_tokens": 12, "tree_width": 3, "tree_depth": 4}
+DYNAMIC = {"max_draft_tokens": 12, "tree_width": 3, "tree_depth": 4}
 SMALL = tree_of([[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 0, 0]])
-TREES = {"grown": GROWN, "tree": {"max_draft_tokens": 64, "tree": SMALL.choices}}
+TREES = {"dynamic": DYNAMIC, "tree": {"max_draft_tokens": 64, "tree": SMALL.choices}}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

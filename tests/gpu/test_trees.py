@@ -21,11 +21,11 @@ pytestmark = pytest.mark.gpu
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = tree_of([[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 0, 0]])
 TREES = {"draft_model": SMALL, "eagle": SMALL, "medusa": DraftTree(MC_SIM_7B_63)}
-GROWN = {"max_draft_tokens": 12, "tree_width": 4, "tree_depth": 4}
-KINDS = (*TREES, "draft_model, grown", "eagle, grown", "redrafter, grown")
+DYNAMIC = {"max_draft_tokens": 12, "tree_width": 4, "tree_depth": 4}
+KINDS = (*TREES, "draft_model, dynamic", "eagle, dynamic", "redrafter, dynamic")
 """Those of random weights, `RANDOM`, may be right nowhere."""
 
-RANDOM = ("medusa", "redrafter, grown")
+RANDOM = ("medusa", "redrafter, dynamic")
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,11 @@ def folders(tmp_path_factory):
 
 
 def make_driver(folders, kind, device, *, has_drafts, has_graphs, **changes):
-    name, _, grown = kind.partition(", ")
+    name, _, dynamic = kind.partition(", ")
     target, head = folders[name]
     speculation = SpeculationConfig()
     if has_drafts:
-        own = GROWN if grown else {"max_draft_tokens": 64, "tree": TREES[kind].choices}
+        own = DYNAMIC if dynamic else {"max_draft_tokens": 64, "tree": TREES[kind].choices}
         speculation = SpeculationConfig(
             drafter=name, draft_dir=str(head), is_adaptive=False, **own
         )
@@ -104,7 +104,7 @@ def test_a_network_drafts_trees_on_a_gpu_as_on_a_cpu(folders, kind):
         assert accepted_at == pytest.approx(counts[2], abs=3)
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "medusa", "draft_model, grown"])
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "draft_model, dynamic"])
 def test_penalties_bans_and_pauses_follow_the_path_of_a_row(folders, kind):
     rng = random.Random(3)
     asked = [draw(rng) for _ in range(30)]

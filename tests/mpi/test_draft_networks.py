@@ -91,12 +91,12 @@ def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
 
 
 TREE = {"tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "max_draft_tokens": 6}
-GROWN = {"tree_width": 3, "tree_depth": 3, "max_draft_tokens": 8}
+DYNAMIC = {"tree_width": 3, "tree_depth": 3, "max_draft_tokens": 8}
 
 
 @pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
 @pytest.mark.parametrize(
-    ("kind", "drafts"), [("eagle", GROWN), ("medusa", TREE), ("draft_model", TREE)]
+    ("kind", "drafts"), [("eagle", DYNAMIC), ("medusa", TREE), ("draft_model", TREE)]
 )
 @pytest.mark.ranks(2, only=True)
 def test_two_ranks_draft_the_trees_of_one_rank(world, root, kind, drafts, layout):

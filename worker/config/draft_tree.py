@@ -128,7 +128,7 @@ class DraftTree:
         return DraftTree(self.choices[:count])
 
 
-class Growth(NamedTuple):
+class DynamicTreeLimits(NamedTuple):
     """The limits of trees that a network grows for each sequence anew, by the probabilities of
     the tokens: the dynamic trees of EAGLE-2, and the beams of ReDrafter."""
 
@@ -149,7 +149,7 @@ class Growth(NamedTuple):
         """Most slots behind the known ids that a network's cache takes while a tree grows."""
         return 0 if self.is_of_beams else self.width * (self.depth - 1) + 1
 
-    def first(self, count: int) -> Growth:
+    def first(self, count: int) -> DynamicTreeLimits:
         """The limits within which the likeliest ``count`` nodes are found, which are those of
         the whole tree: no further nodes of a depth are among them."""
         if count >= self.num_nodes:
@@ -165,7 +165,7 @@ class Growth(NamedTuple):
         return self.width * (1 + self.width * (self.depth - 1))
 
 
-def beams_of(width: int, depth: int, num_nodes: int) -> Growth:
+def beam_limits(width: int, depth: int, num_nodes: int) -> DynamicTreeLimits:
     """The limits of trees of ``width`` beams of ``depth`` tokens, whose first ``num_nodes``
     nodes are verified.
 
@@ -178,10 +178,10 @@ def beams_of(width: int, depth: int, num_nodes: int) -> Growth:
             f"and their product at most {MAX_NODES}. Lower the beams (--redrafter_num_beams) "
             "or their length (--redrafter_draft_len_per_beam)."
         )
-    return Growth(width, depth, min(num_nodes, width * depth), is_of_beams=True)
+    return DynamicTreeLimits(width, depth, min(num_nodes, width * depth), is_of_beams=True)
 
 
-def growth_of(width: int, depth: int, num_nodes: int) -> Growth:
+def dynamic_limits(width: int, depth: int, num_nodes: int) -> DynamicTreeLimits:
     """The limits of trees of at most ``num_nodes`` nodes.
 
     Raises:
@@ -193,17 +193,17 @@ def growth_of(width: int, depth: int, num_nodes: int) -> Growth:
             f"1 to {MAX_NODES}."
         )
     # No more nodes of one depth can be among the likeliest of all.
-    growth = Growth(min(width, num_nodes), depth, num_nodes)
-    if growth.num_slots > MAX_NODES:
+    limits = DynamicTreeLimits(min(width, num_nodes), depth, num_nodes)
+    if limits.num_slots > MAX_NODES:
         raise ConfigError(
             f"the dynamic tree of drafts has top-k {width} and depth {depth}, and expands "
-            f"{growth.num_slots - 1} nodes, but a mask covers {MAX_NODES - 1}. Lower the top-k "
+            f"{limits.num_slots - 1} nodes, but a mask covers {MAX_NODES - 1}. Lower the top-k "
             "(--eagle_dynamic_tree_max_top_k) or the depth (--num_eagle_layers)."
         )
-    return growth._replace(num_nodes=min(num_nodes, growth.num_candidates))
+    return limits._replace(num_nodes=min(num_nodes, limits.num_candidates))
 
 
-class GrownTree:
+class DynamicTree:
     """The tree that a network grew for one sequence, by the parent of each node.
 
     Without ``parents`` ranks alone know the tree.
@@ -234,7 +234,7 @@ class GrownTree:
         return chain
 
 
-AnyTree = DraftTree | GrownTree
+AnyTree = DraftTree | DynamicTree
 
 UNTOLD = 0
 """In place of a node's mask: ranks have the mask of their own tree. No mask is 0."""

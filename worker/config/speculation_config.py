@@ -10,9 +10,9 @@ from trimaran.worker.config.draft_network import DRAFT_MODEL, EAGLE, MTP, NETWOR
 from trimaran.worker.config.draft_tree import (
     Choices,
     DraftTree,
-    Growth,
-    beams_of,
-    growth_of,
+    DynamicTreeLimits,
+    beam_limits,
+    dynamic_limits,
     tree_of,
 )
 
@@ -117,7 +117,7 @@ class SpeculationConfig:
                 f"{MAX_DRAFT_TOKENS}. For no drafts leave out --speculative-decoding."
             )
         if self.tree_width or self.tree_depth:
-            self._check_growth()
+            self._check_dynamic_tree()
 
     def _check_tree(self) -> None:
         if not self.is_network or self.drafter in (REDRAFTER, MTP):
@@ -134,7 +134,7 @@ class SpeculationConfig:
         assert tree_of(self.tree).choices == self.tree, "a node stands before its parent"
         object.__setattr__(self, "max_draft_tokens", len(self.tree))
 
-    def _check_growth(self) -> None:
+    def _check_dynamic_tree(self) -> None:
         """Refuse dynamic trees that no network can grow."""
         if self.drafter not in (EAGLE, DRAFT_MODEL, REDRAFTER):
             raise ConfigError(
@@ -146,9 +146,9 @@ class SpeculationConfig:
                 f"a dynamic tree with top-k {self.tree_width} is set together with choices of "
                 f"{len(self.tree)} nodes. Leave one out."
             )
-        limits = beams_of if self.drafter == REDRAFTER else growth_of
-        growth = limits(self.tree_width, self.tree_depth, self.max_draft_tokens)
-        object.__setattr__(self, "max_draft_tokens", growth.num_nodes)
+        make = beam_limits if self.drafter == REDRAFTER else dynamic_limits
+        limits = make(self.tree_width, self.tree_depth, self.max_draft_tokens)
+        object.__setattr__(self, "max_draft_tokens", limits.num_nodes)
 
     @property
     def draft_tree(self) -> DraftTree | None:
@@ -156,12 +156,12 @@ class SpeculationConfig:
         return DraftTree(self.tree) if self.tree else None
 
     @property
-    def growth(self) -> Growth | None:
+    def dynamic_limits(self) -> DynamicTreeLimits | None:
         """The limits of the dynamic trees that a network grows; None for other drafts."""
         if not self.tree_width:
             return None
-        limits = beams_of if self.drafter == REDRAFTER else growth_of
-        return limits(self.tree_width, self.tree_depth, self.max_draft_tokens)
+        make = beam_limits if self.drafter == REDRAFTER else dynamic_limits
+        return make(self.tree_width, self.tree_depth, self.max_draft_tokens)
 
     @property
     def has_trees(self) -> bool:
@@ -173,11 +173,11 @@ class SpeculationConfig:
         """Numbers of drafts that a network makes of a sequence; the last is the largest. For
         another number the next larger one is made, without the last drafts. For trees these
         are first nodes."""
-        most, growth = self.max_draft_tokens, self.growth
+        most, limits = self.max_draft_tokens, self.dynamic_limits
         least_whole = most
-        if growth is not None:
+        if limits is not None:
             # More nodes take the passes of a whole tree, and a search all of its beams.
-            widest = 1 if growth.is_of_beams else max(growth.width, growth.depth)
+            widest = 1 if limits.is_of_beams else max(limits.width, limits.depth)
             least_whole = min(most, widest)
         return [*(count for count in _DRAFTED if count < least_whole), most]
 

@@ -72,8 +72,8 @@ class CudaGraphs:
 
     def pick(self, num_tokens: int) -> int:
         """The smallest captured size that holds ``num_tokens``; 0 if all are smaller."""
-        place = bisect_left(self.sizes, num_tokens)
-        return self.sizes[place] if place < len(self.sizes) else 0
+        index = bisect_left(self.sizes, num_tokens)
+        return self.sizes[index] if index < len(self.sizes) else 0
 
     @torch.inference_mode()
     def capture(self, device: torch.device) -> None:

@@ -20,16 +20,16 @@ def select_device(config: EngineConfig, topology: ParallelLayout) -> torch.devic
     if config.device not in ("auto", "cuda"):
         raise ConfigError(f"device is {config.device!r} but must be auto, cpu or cuda")
     count = torch.cuda.device_count()
-    ids, place = config.gpu_device_ids, topology.rank
+    ids, position = config.gpu_device_ids, topology.rank
     if not ids:
-        ids, place = tuple(range(count)), topology.local_rank
-    if place >= len(ids):
+        ids, position = tuple(range(count)), topology.local_rank
+    if position >= len(ids):
         raise ConfigError(
             f"{len(topology.local_ranks)} ranks share this host but only GPUs {list(ids)} "
             "are given to them; each rank needs one of its own. Lower the world size, name "
             "more in gpu_device_ids, or serve on the CPU (--device cpu)."
         )
-    index = ids[place]
+    index = ids[position]
     if index >= count:
         raise ConfigError(
             f"gpu_device_ids names GPU {index} but this host shows {count} GPU(s) "

@@ -134,26 +134,25 @@ class DeviceInputs:
         return self.target.narrow[6, :1]
 
     @property
-    def turn(self) -> int:
-        """The last launched step's place among ``num_turns``, by which steps in flight
-        differ."""
+    def ring_slot(self) -> int:
+        """The last launched step's slot in the ring of steps in flight."""
         return self._step % len(self._ring)
 
     @property
-    def num_turns(self) -> int:
-        """Turns of steps: more than steps in flight."""
+    def num_ring_slots(self) -> int:
+        """Slots of the ring: more than steps in flight."""
         return len(self._ring)
 
     @property
-    def turn_on_device(self) -> Tensor:
-        """int32 [1]: the turn of the step that runs."""
+    def ring_slot_on_device(self) -> Tensor:
+        """int32 [1]: the ring slot of the step that runs."""
         return self.target.narrow[6, 1:2]
 
-    def use_trees(self, num_grown: int) -> None:
-        """From now on steps have masks of trees; networks grow trees of ``num_grown`` nodes, or
-        none. Before graphs are captured."""
+    def use_trees(self, num_tree_nodes: int) -> None:
+        """From now on steps have masks of trees; networks grow trees of ``num_tree_nodes``
+        nodes, or none. Before graphs are captured."""
         self.target.has_trees = True
-        shape = len(self.token_table), num_grown
+        shape = len(self.token_table), num_tree_nodes
         self.target.tree_words = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self._views.clear()
 
@@ -211,7 +210,7 @@ class DeviceInputs:
         if self._decodes is not None and self._is_simple(decision, num_padded):
             self._decodes.launch(
                 decision.rows, decision.num_computed_tokens, decision.new_blocks, num_padded,
-                self.turn,
+                self.ring_slot,
             )  # fmt: skip
             return len(decision.rows), 1
         return self._launch_packed(decision, num_padded)
@@ -239,7 +238,7 @@ class DeviceInputs:
         at_ids = at_segments + 4 * num_segments
         at_decode_ids = at_ids + sum(len(ids) for _, _, ids in segments)
         count = at_decode_ids + num_ids
-        staging = self._ring[self.turn]
+        staging = self._ring[self.ring_slot]
         staging.reserve(count)
         num_tokens = self._pack_entries(staging.array, decision)
         self._pack_blocks(staging.array[at_updates:at_segments], decision)
@@ -302,8 +301,8 @@ class DeviceInputs:
         )
 
     def _pack_entries(self, array: Int32Array, decision: SchedulerOutput) -> int:
-        """Pack rows, computed tokens, indices of sampled entries, starts and the step's turn.
-        Returns the number of tokens."""
+        """Pack rows, computed tokens, indices of sampled entries, starts and the step's ring
+        slot. Returns the number of tokens."""
         count = len(decision.rows)
         fields = array[: 3 * count].reshape(3, count)
         fields[0] = decision.rows
@@ -318,7 +317,7 @@ class DeviceInputs:
         starts = array[3 * count : 4 * count + 1]
         starts[0] = 0
         np.cumsum(decision.num_scheduled_tokens, out=starts[1:])
-        array[4 * count + 1] = self.turn
+        array[4 * count + 1] = self.ring_slot
         return int(starts[-1])
 
     def _pack_blocks(self, array: Int32Array, decision: SchedulerOutput) -> None:
@@ -367,11 +366,11 @@ def _pack_decode_ids(
     array: Int32Array, at_segments: int, at_ids: int, decision: SchedulerOutput
 ) -> None:
     """A segment of one id for each decode whose id the decision has."""
-    ids, told = decision.decode_ids, decision.told_decodes
+    ids, known = decision.decode_ids, decision.known_decodes
     count = len(ids)
     segments = array[at_segments : at_segments + 4 * count].reshape(count, 4)
-    segments[:, 0] = decision.rows[told]
-    segments[:, 1] = decision.num_computed_tokens[told]
+    segments[:, 0] = decision.rows[known]
+    segments[:, 1] = decision.num_computed_tokens[known]
     segments[:, 2] = np.arange(at_ids, at_ids + count, dtype=np.int32)
     segments[:, 3] = 1
     array[at_ids : at_ids + count] = ids

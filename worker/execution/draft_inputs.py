@@ -16,7 +16,7 @@ from trimaran.worker.execution.tree_paths import Outcomes
 from trimaran.worker.steps.step_types import SchedulerOutput
 
 if TYPE_CHECKING:
-    from trimaran.kernels.triton.drafts import PlaceTensors
+    from trimaran.kernels.triton.drafts import DraftBatchTensors
 
 # Shapes: N sampled rows of the step, n sequences that want drafts, K most drafts of a sequence,
 # D width of the states, R rows, M blocks of a longest sequence.
@@ -30,8 +30,9 @@ _MAX_PAGEABLE = 1 << 16
 
 
 @dataclass(slots=True)
-class DraftPlaces:
-    """The places of n sequences' drafts, once the accepted drafts are known."""
+class DraftBatch:
+    """The sequences of a step that want drafts, n of them, once the accepted drafts are
+    known."""
 
     sampled: Tensor
     """int64 [n]: index of the last accepted row among the sampled rows."""
@@ -83,13 +84,17 @@ class DraftInputs:
         self.states = torch.zeros((max_rows, state_size), dtype=dtype, device=device)
         """The states of the sampled rows, [rows, D]."""
 
-        self._targets: PlaceTensors | None = None
+        self._targets: DraftBatchTensors | None = None
         if isinstance(inputs, DeviceInputs):
             # Imported late, because a CPU needs no Triton.
-            from trimaran.kernels.triton.drafts import PlaceTensors, draft_places, store_drafts
+            from trimaran.kernels.triton.drafts import (
+                DraftBatchTensors,
+                draft_batch,
+                store_drafts,
+            )
 
-            self._draft_places, self._store_drafts = draft_places, store_drafts
-            self._targets = PlaceTensors.allocate(num_rows, max_drafts, device)
+            self._draft_batch, self._store_drafts = draft_batch, store_drafts
+            self._targets = DraftBatchTensors.allocate(num_rows, max_drafts, device)
         # One token in the spare row, whose blocks are the spare block.
         self._padding = np.array([num_rows, 1, 0, 0, 0])
         table = np.tile(self._padding, (num_rows, 1))
@@ -151,30 +156,30 @@ class DraftInputs:
         self._lengths_n = torch.from_numpy(ends[decision.sampled[own]].astype(np.int64))
         if self.outcomes is not None:
             return
-        places = np.arange(self._most)
-        has_draft = places < num_drafts[:, None]
-        rows = (first[:, None] + places)[has_draft]
+        steps = np.arange(self._most)
+        has_draft = steps < num_drafts[:, None]
+        rows = (first[:, None] + steps)[has_draft]
         tokens = (np.cumsum(decision.num_scheduled_tokens) - 1)[decision.sampled[rows]]
         drafts = np.full((len(own), self._most), -1, dtype=np.int64)
         drafts[has_draft] = inputs.token_ids.numpy()[tokens]
         self._drafts_nK = torch.from_numpy(drafts)
 
-    def places(self, size: int) -> DraftPlaces:
-        """Where drafts of the first ``size`` sequences go: the ids that were sampled in the
-        place of drafts are compared with them. The numbers of rejected drafts are written to
+    def batch(self, size: int) -> DraftBatch:
+        """Where drafts of the first ``size`` sequences go: the ids that were sampled instead of
+        drafts are compared with them. The numbers of rejected drafts are written to
         the rows' state, from which the next step's positions follow."""
         table, targets = self._table[:size], self._targets
         if targets is None:
-            return self._places_on_cpu(table)
+            return self._batch_on_cpu(table)
         most = self._most
         assert isinstance(self._inputs, DeviceInputs)
-        self._draft_places(
+        self._draft_batch(
             table, self._ids, self.block_tables, self._inputs.target, targets,
             self._longest, self._spare_slot,
             None if self.outcomes is None else (self.outcomes.num_accepted, self.outcomes.last),
         )  # fmt: skip
         wide, narrow = targets.wide[:, :size], targets.narrow[:, :size]
-        return DraftPlaces(
+        return DraftBatch(
             sampled=wide[0],
             next_ids=wide[1],
             rows=narrow[0],
@@ -183,7 +188,7 @@ class DraftInputs:
             lengths=narrow[1:],
         )
 
-    def _places_on_cpu(self, table: Tensor) -> DraftPlaces:
+    def _batch_on_cpu(self, table: Tensor) -> DraftBatch:
         block_size = self._block_size
         steps_K1 = torch.arange(self._most)[:, None]
         accepted_n, sampled_n = self._verified(table)
@@ -193,7 +198,7 @@ class DraftInputs:
         blocks_Kn = (positions_Kn // block_size).clamp_(max=tables_RM.shape[1] - 1)
         slots_Kn = tables_RM[table[:, _ROW], blocks_Kn].long() * block_size
         slots_Kn += positions_Kn % block_size
-        return DraftPlaces(
+        return DraftBatch(
             sampled=sampled_n,
             next_ids=self._ids.index_select(0, sampled_n),
             rows=table[:, _ROW].to(torch.int32),
@@ -218,20 +223,20 @@ class DraftInputs:
         self._inputs.rejected[table[:, _ROW]] = rejected_n.to(torch.int32)
         return accepted_n, rows_nK.gather(1, accepted_n[:, None])[:, 0]
 
-    def store_words(self, words_nk: Tensor, places: DraftPlaces) -> None:
-        """Write the masks of grown trees' nodes to the table by row, where the next step finds
-        them."""
+    def store_words(self, words_nk: Tensor, batch: DraftBatch) -> None:
+        """Write the masks of dynamic trees' nodes to the table by row, where the next step
+        finds them."""
         words_Rk = self._inputs.tree_words[:, : words_nk.shape[1]]
-        words_Rk[places.rows.long()] = words_nk
+        words_Rk[batch.rows.long()] = words_nk
 
-    def store(self, drafts_nK: Tensor, places: DraftPlaces) -> None:
+    def store(self, drafts_nK: Tensor, batch: DraftBatch) -> None:
         """Write drafts to the token table, behind the ids that were sampled, where the next
         step finds them."""
-        table_RL, first_n = self._inputs.token_table, places.positions[0]
+        table_RL, first_n = self._inputs.token_table, batch.positions[0]
         if self._targets is not None:
-            self._store_drafts(drafts_nK, places.rows, first_n, table_RL, self._most)
+            self._store_drafts(drafts_nK, batch.rows, first_n, table_RL, self._most)
             return
         steps = torch.arange(1, drafts_nK.shape[1] + 1)
-        # The last place of a row is behind its longest sequence.
+        # The last entry of a row is behind its longest sequence.
         positions_nK = (first_n[:, None] + steps).clamp_(max=self._longest)
-        table_RL[places.rows.long()[:, None], positions_nK] = drafts_nK.to(torch.int32)
+        table_RL[batch.rows.long()[:, None], positions_nK] = drafts_nK.to(torch.int32)

@@ -15,10 +15,10 @@ from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.cuda_graphs import CudaGraphs
 from trimaran.worker.execution.device_inputs import DeviceInputs
-from trimaran.worker.execution.draft_inputs import DraftInputs, DraftPlaces
-from trimaran.worker.execution.grown_trees import GrownTrees, beam_nodes, tree_words
+from trimaran.worker.execution.draft_inputs import DraftBatch, DraftInputs
+from trimaran.worker.execution.dynamic_trees import DynamicTreeDrafts, beam_nodes, tree_words
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
-from trimaran.worker.execution.tree_drafts import LevelPlaces, TreeDrafts, rank_places
+from trimaran.worker.execution.tree_drafts import LevelBatch, TreeDrafts, rank_indices
 from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths
 from trimaran.worker.models.drafting.interfaces import (
     BeamHeads,
@@ -72,8 +72,10 @@ class DraftRunner:
         """Most ids of a sequence that `propose` drafts."""
 
         rows = max(limits.max_num_rows, limits.max_num_seqs)
-        self._growth = limits.speculation.growth
-        most = self.max_drafts if self._growth is None else self._growth.num_slots
+        self._dynamic_limits = limits.speculation.dynamic_limits
+        most = (
+            self.max_drafts if self._dynamic_limits is None else self._dynamic_limits.num_slots
+        )
         self._begin = DraftInputs(
             inputs, rows, max(most, self.max_drafts), network.state_size, target.dtype,
             spare_slot,
@@ -90,10 +92,10 @@ class DraftRunner:
                 (rows, target.config.hidden_size), dtype=target.dtype, device=inputs.device
             )
         self._counts = limits.speculation.drafted_counts
-        self._trees: dict[int, TreeDrafts | GrownTrees] = {}
+        self._trees: dict[int, TreeDrafts | DynamicTreeDrafts] = {}
         """Draft so many first nodes of trees, if the network has a cache."""
         self._ranks: dict[int, tuple[list[int], Tensor]] = {}
-        """See `rank_places`, for other networks."""
+        """See `rank_indices`, for other networks."""
         self._use_forms(limits)
         self._passes: CudaGraphs | None = None
         self._drafts: dict[int, CudaGraphs] = {}
@@ -105,21 +107,21 @@ class DraftRunner:
     def _use_forms(self, limits: SchedulerConfig) -> None:
         """Make what drafts each number of nodes. First nodes in a row are drafted as a
         chain."""
-        tree, growth, device = limits.speculation.draft_tree, self._growth, self._inputs.device
+        tree, dynamic = limits.speculation.draft_tree, self._dynamic_limits
+        device = self._inputs.device
         make = self._level_context
         for count in self._counts:
-            if growth is not None and self._chain is not None:
+            if dynamic is not None and self._chain is not None:
                 assert isinstance(self._chain, RankedNetwork), "checked while loading"
-                grown = GrownTrees(growth.first(count), self._chain, make, device)
-                self._trees[count] = grown
+                shape = dynamic.first(count)
+                self._trees[count] = DynamicTreeDrafts(shape, self._chain, make, device)
             elif tree is None or count <= tree.chain_length:
                 continue
             elif self._chain is None:
-                self._ranks[count] = rank_places(tree.first(count), device)
+                self._ranks[count] = rank_indices(tree.first(count), device)
             else:
                 assert isinstance(self._chain, RankedNetwork), "checked while loading"
-                drafts = TreeDrafts(tree.first(count), self._chain, make, device)
-                self._trees[count] = drafts
+                self._trees[count] = TreeDrafts(tree.first(count), self._chain, make, device)
 
     @property
     def needs_states(self) -> bool:
@@ -187,9 +189,9 @@ class DraftRunner:
             states_TX = self.taps.states(count)
         elif network.needs_states:
             states_TX = hidden_TE[:count]
-        places = self._token_places(inputs, decision) + network.is_shifted
+        indices = self._token_indices(inputs, decision) + network.is_shifted
         states_TD = network.forward(
-            self._ids_at(places),
+            self._ids_at(indices),
             states_TX,
             inputs.positions[:count],
             ForwardContext(
@@ -204,7 +206,7 @@ class DraftRunner:
         assert network is not None and isinstance(inputs, DeviceInputs)
         step = inputs.views(size, size, size)
         assert step.rows is not None
-        places = step.rows.long() * self._row_len + step.positions + network.is_shifted
+        indices = step.rows.long() * self._row_len + step.positions + network.is_shifted
         states_TX: Tensor | None = None
         if self.taps is not None:
             states_TX = self.taps.states(size)
@@ -224,7 +226,7 @@ class DraftRunner:
             tree_masks=step.tree_masks,
         )
         context = ForwardContext(attention=attention, kv_caches=self._kv_caches)
-        states_TD = network.forward(self._ids_at(places), states_TX, step.positions, context)
+        states_TD = network.forward(self._ids_at(indices), states_TX, step.positions, context)
         return self._begin.keep(states_TD)
 
     def _keep(self, states_TD: Tensor, decision: SchedulerOutput) -> None:
@@ -237,21 +239,21 @@ class DraftRunner:
             states_TD = states_TD.index_select(0, indices)
         self._begin.keep(states_TD)
 
-    def _token_places(self, inputs: StepInputs, decision: SchedulerOutput) -> Tensor:
-        """int64 [T]: the place of each token of a step in the flat token table."""
-        places = to_device(_token_places(decision, self._row_len), self._inputs.device)
+    def _token_indices(self, inputs: StepInputs, decision: SchedulerOutput) -> Tensor:
+        """int64 [T]: the index of each token of a step in the flat token table."""
+        indices = to_device(_token_indices(decision, self._row_len), self._inputs.device)
         is_untold = len(decision.behind_drafts) > 0 or inputs.tree_masks is not None
         if is_untold and inputs.rows is not None:
             # The device alone has the positions of these decodes.
             count = decision.num_decodes
             rows = inputs.rows[:count].long()
-            places[:count] = rows * self._row_len + inputs.positions[:count]
-        return places
+            indices[:count] = rows * self._row_len + inputs.positions[:count]
+        return indices
 
-    def _ids_at(self, places: Tensor) -> Tensor:
+    def _ids_at(self, indices: Tensor) -> Tensor:
         """Ids of the token table. Those of a prompt table, and of rows without an id, are none
         of the vocabulary."""
-        return self._flat_ids.index_select(0, places).clamp_(0, self._last_id)
+        return self._flat_ids.index_select(0, indices).clamp_(0, self._last_id)
 
     # ---- proposals -----------------------------------------------------------------------
 
@@ -263,7 +265,7 @@ class DraftRunner:
         token_ids_N: Tensor,
     ) -> Tensor | None:
         """Draft for the decision's ``proposals``: int64 [n, k], or None if no sequence wants
-        drafts. The next step may verify them before the host has seen them. With grown trees
+        drafts. The next step may verify them before the host has seen them. With dynamic trees
         int64 [n, 2 k]: the nodes' ids, then their parents.
 
         ``wanted`` are the target's states of the sampled rows. After `follow`. Collective over
@@ -280,7 +282,7 @@ class DraftRunner:
         size = 0 if graphs is None else graphs.pick(len(wanted))
         self._begin.send(decision, inputs, token_ids_N, size or len(wanted))
         if not count:
-            self._begin.places(len(wanted))
+            self._begin.batch(len(wanted))
             return None
         if graphs is None or not size:
             drafted = self._launch_drafts(len(wanted), made)
@@ -290,69 +292,69 @@ class DraftRunner:
 
     def _launch_drafts(self, size: int, count: int) -> Tensor:
         """Launch ``count`` drafts of each of the first ``size`` sequences in fixed memory."""
-        places = self._begin.places(size)
-        if self._growth is not None:
-            grown_n2k = self._draft_tree(places, count)
-            words_nk = tree_words(grown_n2k[:, 1], self._growth.depth)
-            self._begin.store_words(words_nk, places)
-            self._begin.store(grown_n2k[:, 0], places)
-            return grown_n2k
+        batch = self._begin.batch(size)
+        if self._dynamic_limits is not None:
+            nodes_n2k = self._draft_tree(batch, count)
+            words_nk = tree_words(nodes_n2k[:, 1], self._dynamic_limits.depth)
+            self._begin.store_words(words_nk, batch)
+            self._begin.store(nodes_n2k[:, 0], batch)
+            return nodes_n2k
         if count in self._trees or count in self._ranks:
-            drafts_nk = self._draft_tree(places, count)
+            drafts_nk = self._draft_tree(batch, count)
         elif self._heads is not None:
-            states_ND = self._begin.states.index_select(0, places.sampled)
-            next_ids = places.next_ids.clamp(0, self._last_id)
+            states_ND = self._begin.states.index_select(0, batch.sampled)
+            next_ids = batch.next_ids.clamp(0, self._last_id)
             drafts_nk = self._heads.propose(states_ND, next_ids, count)
         else:
             assert self._chain is not None
-            drafts_nk = self._draft_chain(self._chain, places, count)
-        self._begin.store(drafts_nk, places)
+            drafts_nk = self._draft_chain(self._chain, batch, count)
+        self._begin.store(drafts_nk, batch)
         return drafts_nk
 
-    def _draft_tree(self, places: DraftPlaces, count: int) -> Tensor:
-        """The ids of the first ``count`` nodes; for grown trees also the parents."""
-        ids_n = places.next_ids.clamp(0, self._last_id)
+    def _draft_tree(self, batch: DraftBatch, count: int) -> Tensor:
+        """The ids of the first ``count`` nodes; for dynamic trees also the parents."""
+        ids_n = batch.next_ids.clamp(0, self._last_id)
         states_nD: Tensor | None = None
         if self._begin.states.shape[1]:
-            states_nD = self._begin.states.index_select(0, places.sampled)
+            states_nD = self._begin.states.index_select(0, batch.sampled)
         if count in self._trees:
-            return self._trees[count].draft(states_nD, places, ids_n)
-        if self._growth is not None:
+            return self._trees[count].draft(states_nD, batch, ids_n)
+        if self._dynamic_limits is not None:
             assert isinstance(self._heads, BeamHeads) and states_nD is not None
-            width, depth, num_nodes, _ = self._growth
+            width, depth, num_nodes, _ = self._dynamic_limits
             beams = self._heads.propose_beams(states_nD, ids_n, width, depth)
             return torch.stack(beam_nodes(*beams, num_nodes), dim=1)
         assert isinstance(self._heads, RankedHeads) and states_nD is not None
         widths, index_k = self._ranks[count]
         return self._heads.propose_ranks(states_nD, widths).index_select(1, index_k)
 
-    def _level_context(self, level: LevelPlaces) -> ForwardContext:
+    def _level_context(self, level: LevelBatch) -> ForwardContext:
         """Tokens of one level of a tree."""
         return self._context_of(level.rows, level.slots, level.lengths, level.masks)
 
-    def _draft_chain(self, network: ChainNetwork, places: DraftPlaces, count: int) -> Tensor:
+    def _draft_chain(self, network: ChainNetwork, batch: DraftBatch, count: int) -> Tensor:
         """The ids of ``count`` tokens, one after another."""
         drafted: list[Tensor] = []
         states_nD: Tensor | None = None
-        ids_n = places.next_ids.clamp(0, self._last_id)
+        ids_n = batch.next_ids.clamp(0, self._last_id)
         if network.is_shifted:
-            states_nD = self._begin.states.index_select(0, places.sampled)
+            states_nD = self._begin.states.index_select(0, batch.sampled)
             ids_n = network.draft_ids(states_nD)
             drafted.append(ids_n)
-        for place in range(count - len(drafted)):
+        for step in range(count - len(drafted)):
             states_nD = network.forward(
                 ids_n.to(torch.int32),
                 states_nD,
-                places.positions[place],
-                self._chain_context(places, place),
+                batch.positions[step],
+                self._chain_context(batch, step),
             )
             ids_n = network.draft_ids(states_nD)
             drafted.append(ids_n)
         return torch.stack(drafted, dim=1)
 
-    def _chain_context(self, places: DraftPlaces, place: int) -> ForwardContext:
+    def _chain_context(self, batch: DraftBatch, step: int) -> ForwardContext:
         """One token of each sequence."""
-        return self._context_of(places.rows, places.slots[place], places.lengths[place], None)
+        return self._context_of(batch.rows, batch.slots[step], batch.lengths[step], None)
 
     def _context_of(
         self, rows_n: Tensor, slots_n: Tensor, lengths_n: Tensor, masks_n: Tensor | None
@@ -378,19 +380,19 @@ class DraftRunner:
         return ForwardContext(attention=attention, kv_caches=self._kv_caches)
 
 
-_Places = npt.NDArray[np.int64]
+_Indices = npt.NDArray[np.int64]
 
 
-def _token_places(decision: SchedulerOutput, row_len: int) -> _Places:
-    """int64 [T]: the place of each token of a step in the flat token table."""
+def _token_indices(decision: SchedulerOutput, row_len: int) -> _Indices:
+    """int64 [T]: the index of each token of a step in the flat token table."""
     chunks = decision.num_scheduled_tokens
     starts = np.cumsum(chunks) - chunks
     first = decision.rows.astype(np.int64) * row_len + decision.num_computed_tokens - starts
-    places: _Places = np.arange(int(chunks.sum()), dtype=np.int64) + np.repeat(first, chunks)
+    indices: _Indices = np.arange(int(chunks.sum()), dtype=np.int64) + np.repeat(first, chunks)
     # The table has the ids of accepted paths at their positions.
     hidden = decision.hidden_rows
-    places[: len(hidden)] -= hidden
-    return places
+    indices[: len(hidden)] -= hidden
+    return indices
 
 
 def _attention_of(inputs: StepInputs, decision: SchedulerOutput) -> AttentionMetadata:

@@ -133,15 +133,15 @@ class InputBatch:
     def use_spare_block(self, block: int) -> None:
         """Do nothing: steps are not padded here."""
 
-    def use_trees(self, num_grown: int) -> None:
-        """From now on steps have masks of trees; networks grow trees of ``num_grown`` nodes, or
-        none."""
-        shape = len(self.tree_words), num_grown
+    def use_trees(self, num_tree_nodes: int) -> None:
+        """From now on steps have masks of trees; networks grow trees of ``num_tree_nodes``
+        nodes, or none."""
+        shape = len(self.tree_words), num_tree_nodes
         self.tree_words = torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def resolved(self, decision: SchedulerOutput) -> SchedulerOutput:
-        """The decision with exact numbers of computed tokens and with the masks of grown trees,
-        once the preceding step has ended."""
+        """The decision with exact numbers of computed tokens and with the masks of dynamic
+        trees, once the preceding step has ended."""
         words = np.ascontiguousarray(decision.tree_masks).view(np.int64)[:, 0]
         is_untold = words == UNTOLD
         if is_untold.any():
@@ -182,18 +182,18 @@ class InputBatch:
 
     def _write_decode_ids(self, decision: SchedulerOutput) -> None:
         """Write the tokens of decodes that this rank has not sampled."""
-        told = decision.told_decodes
-        places = decision.rows[told].astype(np.int64) * self.row_len
-        places += decision.num_computed_tokens[told]
+        known = decision.known_decodes
+        flat_indices = decision.rows[known].astype(np.int64) * self.row_len
+        flat_indices += decision.num_computed_tokens[known]
         ids = torch.from_numpy(np.array(decision.decode_ids))
-        self._flat_ids[to_device(places, self.device)] = ids.to(self.device)
+        self._flat_ids[to_device(flat_indices, self.device)] = ids.to(self.device)
 
     def _send_blocks(
         self, groups: Int32Array, rows: Int32Array, indices: Int32Array, values: Int32Array
     ) -> None:
         num_rows = self._block_ids.shape[1]
-        places = (groups.astype(np.int64) * num_rows + rows) * self.max_blocks + indices
-        on_device = to_device(np.stack((places, values.astype(np.int64))), self.device)
+        flat_indices = (groups.astype(np.int64) * num_rows + rows) * self.max_blocks + indices
+        on_device = to_device(np.stack((flat_indices, values.astype(np.int64))), self.device)
         self.block_tables.view(-1).index_copy_(0, on_device[0], on_device[1].int())
 
     def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:

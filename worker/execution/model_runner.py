@@ -134,8 +134,8 @@ class ModelRunner:
     def use_trees(self, limits: SchedulerConfig) -> None:
         """Verify drafts that are trees. After `use_network`."""
         rows = max(limits.max_num_rows, limits.max_num_seqs)
-        growth = limits.speculation.growth
-        self.inputs.use_trees(0 if growth is None else growth.num_nodes)
+        dynamic_limits = limits.speculation.dynamic_limits
+        self.inputs.use_trees(0 if dynamic_limits is None else dynamic_limits.num_nodes)
         if not isinstance(self.end, LastStage):
             # Decisions name the entries of accepted paths here.
             return

@@ -72,10 +72,10 @@ class PromptTable:
             )
         is_finite = self.tensor().to(dtype).isfinite()
         if not is_finite.all():
-            entry, place = (~is_finite).nonzero()[0].tolist()
+            entry, index = (~is_finite).nonzero()[0].tolist()
             raise RequestError(
-                f"prompt_embedding_table holds {self.tensor()[entry, place]:g} at value "
-                f"{place} of entry {entry}, which is no finite number in the model's "
+                f"prompt_embedding_table holds {self.tensor()[entry, index]:g} at value "
+                f"{index} of entry {entry}, which is no finite number in the model's "
                 f"{str(dtype).removeprefix('torch.')}; send finite ones"
             )
 

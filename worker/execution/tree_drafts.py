@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimaran.worker.attention.backend import ForwardContext
 from trimaran.worker.config.draft_tree import DraftTree
-from trimaran.worker.execution.draft_inputs import DraftPlaces
+from trimaran.worker.execution.draft_inputs import DraftBatch
 from trimaran.worker.models.drafting.interfaces import RankedNetwork
 
 # Shapes: n sequences that want drafts, k nodes of the tree, m nodes of a level that have
@@ -19,7 +19,7 @@ from trimaran.worker.models.drafting.interfaces import RankedNetwork
 
 
 @dataclass(frozen=True, slots=True)
-class LevelPlaces:
+class LevelBatch:
     """The tokens that a network computes in one level: those of n sequences times m nodes."""
 
     rows: Tensor
@@ -50,16 +50,16 @@ class _Level:
     """int64 [m]."""
 
     parents: Tensor
-    """int64 [m]: the place of each node's parent among the nodes of the level above."""
+    """int64 [m]: the index of each node's parent among the nodes of the level above."""
 
     width: int
     """Likeliest tokens that are wanted behind each node."""
 
     children: Tensor
-    """int64 [c]: for each child of the level, in order of nodes, its place among [m, w]."""
+    """int64 [c]: for each child of the level, in order of nodes, its index among [m, w]."""
 
     own: Tensor
-    """int64 [m]: the place of each node among the children of the level above."""
+    """int64 [m]: the index of each node among the children of the level above."""
 
     is_chain: bool
     """Whether the level has one node, which follows all nodes before."""
@@ -76,7 +76,7 @@ class TreeDrafts:
         self,
         tree: DraftTree,
         network: RankedNetwork,
-        context: Callable[[LevelPlaces], ForwardContext],
+        context: Callable[[LevelBatch], ForwardContext],
         device: torch.device,
     ) -> None:
         """``context`` makes what layers read of a level's tokens."""
@@ -86,12 +86,12 @@ class TreeDrafts:
         order = sorted(range(tree.num_nodes), key=lambda node: tree.depths[node])
         self._order = torch.tensor(_inverse(order), device=device)
 
-    def draft(self, states_nD: Tensor | None, places: DraftPlaces, first_ids: Tensor) -> Tensor:
+    def draft(self, states_nD: Tensor | None, batch: DraftBatch, first_ids: Tensor) -> Tensor:
         """int64 [n, k]: the ids of all nodes. ``states`` are those of the last accepted rows if
         the network takes the target's states, ``first_ids`` the ids that were sampled there."""
         network = self._network
         count = len(first_ids)
-        states_nD = root_states(network, states_nD, places, first_ids, self._context)
+        states_nD = root_states(network, states_nD, batch, first_ids, self._context)
         drafted: list[Tensor] = []
         for level in self._levels:
             num_nodes = len(level.nodes)
@@ -100,7 +100,7 @@ class TreeDrafts:
                 ids = drafted[-1].index_select(1, level.own).reshape(-1)
                 states = states_nD.view(count, -1, states_nD.shape[-1])
                 states = states.index_select(1, level.parents).flatten(0, 1)
-                at = self._level_places(level, places, size)
+                at = self._level_batch(level, batch, size)
                 states_nD = network.forward(
                     ids.to(torch.int32), states, at.positions, self._context(at)
                 )
@@ -111,18 +111,18 @@ class TreeDrafts:
             drafted.append(likely.view(count, -1).index_select(1, level.children))
         return torch.cat(drafted, dim=1).index_select(1, self._order)
 
-    def _level_places(
-        self, level: _Level, places: DraftPlaces, size: tuple[int, int]
-    ) -> LevelPlaces:
+    def _level_batch(
+        self, level: _Level, batch: DraftBatch, size: tuple[int, int]
+    ) -> LevelBatch:
         # A shifted network computes each token at the position before the token's own.
         ahead = int(not self._network.is_shifted)
         nodes = level.nodes + ahead
-        positions = places.positions[level.depth - 1 + ahead]
-        return LevelPlaces(
-            rows=flat(places.rows[:, None].expand(size)),
+        positions = batch.positions[level.depth - 1 + ahead]
+        return LevelBatch(
+            rows=flat(batch.rows[:, None].expand(size)),
             positions=flat(positions[:, None].expand(size)),
-            slots=flat(places.slots.index_select(0, nodes).T),
-            lengths=flat(places.lengths.index_select(0, nodes).T),
+            slots=flat(batch.slots.index_select(0, nodes).T),
+            lengths=flat(batch.lengths.index_select(0, nodes).T),
             masks=None if level.is_chain else flat(level.masks.expand(size)),
         )
 
@@ -136,15 +136,13 @@ def flat(table: Tensor) -> Tensor:
 def root_states(
     network: RankedNetwork,
     states_nD: Tensor | None,
-    places: DraftPlaces,
+    batch: DraftBatch,
     first_ids: Tensor,
-    context: Callable[[LevelPlaces], ForwardContext],
+    context: Callable[[LevelBatch], ForwardContext],
 ) -> Tensor:
     """The network's states from which the first nodes follow; see `TreeDrafts.draft`."""
     if not network.is_shifted:
-        one = LevelPlaces(
-            places.rows, places.positions[0], places.slots[0], places.lengths[0], None
-        )
+        one = LevelBatch(batch.rows, batch.positions[0], batch.slots[0], batch.lengths[0], None)
         states_nD = network.forward(
             first_ids.to(torch.int32), None, one.positions, context(one)
         )
@@ -152,17 +150,17 @@ def root_states(
     return states_nD
 
 
-def rank_places(tree: DraftTree, device: torch.device) -> tuple[list[int], Tensor]:
+def rank_indices(tree: DraftTree, device: torch.device) -> tuple[list[int], Tensor]:
     """For heads of which each drafts one depth: the likeliest tokens that are wanted of each
-    head, and int64 [k], the place of each node's token among those of all heads."""
+    head, and int64 [k], the index of each node's token among those of all heads."""
     pairs = list(zip(tree.depths, tree.ranks, strict=True))
     widths = [
         1 + max(rank for each, rank in pairs if each == depth)
         for depth in range(1, tree.depth + 1)
     ]
     starts = [sum(widths[:depth]) for depth in range(tree.depth)]
-    places = [starts[depth - 1] + rank for depth, rank in pairs]
-    return widths, torch.tensor(places, device=device)
+    indices = [starts[depth - 1] + rank for depth, rank in pairs]
+    return widths, torch.tensor(indices, device=device)
 
 
 def _levels_of(tree: DraftTree, device: torch.device) -> list[_Level]:
@@ -177,7 +175,7 @@ def _levels_of(tree: DraftTree, device: torch.device) -> list[_Level]:
             nodes = [node for node in known if node in is_parent]
         children = [n for n, parent in enumerate(tree.parents) if parent in nodes]
         width = 1 + max(tree.ranks[child] for child in children)
-        places = [
+        indices = [
             nodes.index(tree.parents[child]) * width + tree.ranks[child] for child in children
         ]
         parents = [above.index(tree.parents[node]) if depth else 0 for node in nodes]
@@ -186,7 +184,7 @@ def _levels_of(tree: DraftTree, device: torch.device) -> list[_Level]:
         levels.append(
             _Level(
                 depth, to_tensor(nodes), to_tensor(masks), to_tensor(parents), width,
-                to_tensor(places), to_tensor(own), masks == [-1],
+                to_tensor(indices), to_tensor(own), masks == [-1],
             )
         )  # fmt: skip
         above, known = nodes, children
@@ -194,7 +192,7 @@ def _levels_of(tree: DraftTree, device: torch.device) -> list[_Level]:
 
 
 def _inverse(order: list[int]) -> list[int]:
-    places = [0] * len(order)
-    for place, node in enumerate(order):
-        places[node] = place
-    return places
+    indices = [0] * len(order)
+    for index, node in enumerate(order):
+        indices[node] = index
+    return indices

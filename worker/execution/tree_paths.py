@@ -158,9 +158,9 @@ def table_of_paths(
         words_N = words_N.index_select(0, to_device(sampled.astype(np.int64), device))
     # Behind the rows of a step in a CUDA graph lies padding.
     words_N = words_N[:count]
-    places = torch.arange(MAX_NODES, device=device)
+    steps = torch.arange(MAX_NODES, device=device)
     # A sampled row sees, from its own slot downwards, the slots whose bits are set.
-    bits = words_N[:, None] >> places & 1
+    bits = words_N[:, None] >> steps & 1
     # Stable: set bits first, each group in order. Bits that are not set come to no position.
     distances = bits.sort(dim=1, descending=True, stable=True).indices
     hidden = MAX_NODES - bits.sum(dim=1, keepdim=True)
@@ -173,10 +173,10 @@ def table_of_paths(
     # Lengths in the cache, which on a GPU may be less.
     longest = int((batch.lengths + decision.hidden_rows[sampled]).max())
     table = token_table_RL[:, :longest].index_select(0, rows.long())
-    to = lengths[:, None].long() - 1 - places
+    to = lengths[:, None].long() - 1 - steps
     source = lengths[:, None].long() - 1 + hidden - distances
-    # Places before the start, and bits behind the last set one, write to a spare column.
-    is_path = (places < MAX_NODES - hidden) & (to >= 0) & (source >= 0)
+    # Steps before the start, and bits behind the last set one, write to a spare column.
+    is_path = (steps < MAX_NODES - hidden) & (to >= 0) & (source >= 0)
     ids = table.gather(1, source.clamp(0, longest - 1))
     # Kernels are compiled for multiples of 16, or for other strides: as of the usual table.
     width = longest + 16 - longest % 16

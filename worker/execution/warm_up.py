@@ -230,7 +230,7 @@ def _run_recomputed(
 
 def _recomputing(rows: list[NewRow], chunks: list[int]) -> SchedulerOutput:
     """A step that samples its last sequence alone."""
-    entries = [rows[place % len(rows)] for place in range(len(chunks))]
+    entries = [rows[index % len(rows)] for index in range(len(chunks))]
     step = _step(entries, int32s([1] * len(chunks)), int32s(chunks), are_new=False)
     step.sampled = step.sampled[-1:]
     return step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.kernels.triton.sampling import IdPlaces, draw_and_tell
+from trimaran.kernels.triton.sampling import IdTargets, draw_and_store
 from trimaran.worker.execution.cuda_graphs import CudaGraphs
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.step_result import Copier, LocalOutput
@@ -33,9 +33,9 @@ class WholeSteps:
     """Decode steps in which each row takes its likeliest id, or a draw from unedited logits.
 
     All that differs between steps is in the device's memory. A kernel writes the ids to the
-    token table, from which the next step reads, and to memory with a row for each turn of the
-    steps in flight, which is copied to the host beside later steps: read the ids of a step
-    before another step of its turn begins.
+    token table, from which the next step reads, and to memory with a row for each ring slot of
+    the steps in flight, which is copied to the host beside later steps: read the ids of a step
+    before another step of its ring slot begins.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class WholeSteps:
         self._sampling = sampling
         self._plain: CudaGraphs | None = None
         self._filtered: CudaGraphs | None = None
-        shape = inputs.num_turns, _MAX_PLAIN
-        self._told = torch.zeros(shape, dtype=torch.int32, device=inputs.device)
+        shape = inputs.num_ring_slots, _MAX_PLAIN
+        self._output_ids = torch.zeros(shape, dtype=torch.int32, device=inputs.device)
 
     def make_graphs(
         self, sizes: list[int], launch_layers: Callable[[int], Tensor], pool: Any
@@ -68,7 +68,7 @@ class WholeSteps:
         def make(kind: str, most: int, *, has_filters: bool) -> CudaGraphs:
             def launch(size: int) -> Tensor:
                 self.launch_end(launch_layers(size), has_filters=has_filters)
-                return self._told
+                return self._output_ids
 
             def warm_up(size: int) -> None:
                 shape = size, width
@@ -111,18 +111,18 @@ class WholeSteps:
         inputs = self._inputs.views(count, count, count)
         assert inputs.sampled_rows is not None
         assert inputs.sampled_lengths is not None
-        target = IdPlaces(
-            inputs.sampled_slots, self._inputs.token_table, self._told,
-            self._inputs.turn_on_device,
+        target = IdTargets(
+            inputs.sampled_slots, self._inputs.token_table, self._output_ids,
+            self._inputs.ring_slot_on_device,
         )  # fmt: skip
-        draw_and_tell(
+        draw_and_store(
             self._model.compute_logits(hidden_TD), inputs.sampled_rows, inputs.sampled_lengths,
             self._state(), target, has_filters=has_filters,
         )  # fmt: skip
 
     def output(self, count: int, marks: StepMarks) -> LocalOutput:
         """The result of the last launched step, of ``count`` rows."""
-        ids = self._told[self._inputs.turn, :count]
+        ids = self._output_ids[self._inputs.ring_slot, :count]
         return LocalOutput(SamplerOutput(ids), ids, self._copier, marks)
 
     def _state(self) -> Tensor:

@@ -52,8 +52,8 @@ class BadWords:
 
         The cost is that of one pass over the words' ids.
         """
-        places = len(token_ids) - 1 - self.distance
-        is_other = (token_ids[places.clip(0)] != self.before) | (places < 0)
+        positions = len(token_ids) - 1 - self.distance
+        is_other = (token_ids[positions.clip(0)] != self.before) | (positions < 0)
         counts = np.concatenate([[0], np.cumsum(is_other)])
         found: npt.NDArray[np.int32] = self.last[
             counts[self.starts[1:]] == counts[self.starts[:-1]]

@@ -150,21 +150,21 @@ class BeamSearch:
         self, candidates: Sequence[Candidates]
     ) -> Iterator[tuple[float, int, int, float]]:
         """The continuations, likeliest first: (rank's key, parent, id, log-probability)."""
-        streams = [self._continuations(place, *each) for place, each in enumerate(candidates)]
+        streams = [self._continuations(rank, *each) for rank, each in enumerate(candidates)]
         assert len(streams) == len(self.live)
         return merge(*streams, key=itemgetter(0), reverse=True)
 
     def _continuations(
-        self, place: int, ids: Sequence[int], log_probs: Sequence[float]
+        self, rank: int, ids: Sequence[int], log_probs: Sequence[float]
     ) -> Iterator[tuple[float, int, int, float]]:
         """Those of one hypothesis, likeliest first, as far as they are possible."""
-        parent = self.live[place]
+        parent = self.live[rank]
         rate = self._params.beam_search_diversity_rate
         for token_id, log_prob in zip(ids, log_probs, strict=True):
             # Neither is NaN, where every id is masked.
             if not log_prob > -math.inf:
                 return
-            yield parent.cum_log_prob + log_prob + rate * place, place, token_id, log_prob
+            yield parent.cum_log_prob + log_prob + rate * rank, rank, token_id, log_prob
 
     def _reason(self, state: WordState[int], token_id: int) -> FinishReason:
         if token_id == self._params.end_id or token_id in self._params.end_ids:

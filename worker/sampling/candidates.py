@@ -76,8 +76,8 @@ def _keys_of_largest(scaled_NV: Tensor, count: int) -> Tensor:
     num_groups = vocab_size // depth
     grouped = values[:, : depth * num_groups].reshape(num_rows, depth, num_groups)
     largest = grouped.max(axis=1)
-    place = num_groups - count
-    bounds = np.partition(largest, place, axis=1)[:, place]
+    rank = num_groups - count
+    bounds = np.partition(largest, rank, axis=1)[:, rank]
     # Not `>=`: a row with NaN must keep its ids too.
     is_below = values < bounds[:, None]
     rows, ids = np.divmod(np.flatnonzero(np.invert(is_below, out=is_below)), vocab_size)

@@ -40,15 +40,15 @@ class DraftAcceptance:
 
     def __init__(self, logits_NV: Tensor, batch: SamplingBatch, rules: list[DraftRule]) -> None:
         """``logits`` are those of the model, before any processor; they are copied."""
-        places = np.concatenate([rule.places for rule in rules]).astype(np.int64)
+        rows = np.concatenate([rule.sampled_rows for rule in rules]).astype(np.int64)
         has_logits = np.concatenate(
-            [np.full(len(rule.places), rule.logits is not None) for rule in rules]
+            [np.full(len(rule.sampled_rows), rule.logits is not None) for rule in rules]
         )
         self._rules = rules
-        self._places = places
-        self._index_n = to_device(places, logits_NV.device)
+        self._rows = rows
+        self._index_n = to_device(rows, logits_NV.device)
         self._with_q = np.flatnonzero(has_logits)
-        self._batch = batch.copy_of(np.concatenate((places, places[self._with_q])))
+        self._batch = batch.copy_of(np.concatenate((rows, rows[self._with_q])))
         mine = [logits_NV.index_select(0, self._index_n).float()]
         drafts = [rule.logits for rule in rules if rule.logits is not None]
         if drafts:
@@ -67,7 +67,7 @@ class DraftAcceptance:
         params = Params(self._batch, np.arange(len(self._batch.rows)))
         thresholds = np.repeat(
             np.array([rule.threshold for rule in self._rules], np.float64),
-            [len(rule.places) for rule in self._rules],
+            [len(rule.sampled_rows) for rule in self._rules],
         )
         q_index = to_device(self._with_q, device)
         is_random = self._is_random(thresholds)
@@ -83,9 +83,9 @@ class DraftAcceptance:
 
     def _is_random(self, thresholds: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Rows of rejection sampling: they draw, and have draft logits but no threshold."""
-        found = np.zeros(len(self._places), dtype=bool)
+        found = np.zeros(len(self._rows), dtype=bool)
         found[self._with_q] = True
-        features = self._batch.features[: len(self._places)]
+        features = self._batch.features[: len(self._rows)]
         # The top-p of a row with resets is known on the device alone: own draws decide there.
         needs = features & np.uint32(RowFeature.RANDOM | RowFeature.RESET)
         found &= (needs == RowFeature.RANDOM) & (thresholds == 0)
@@ -138,7 +138,7 @@ class DraftAcceptance:
         return (bits[:, 0] & 0x7FFFFFFF).double().add_(0.5).mul_(2.0**-31)
 
     def _keys(self, salt: int) -> Tensor:
-        entries = np.arange(len(self._places))
+        entries = np.arange(len(self._rows))
         rows = self._batch.rows[entries]
         state = self._batch.state
         keys = noise_keys(

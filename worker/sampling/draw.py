@@ -34,13 +34,13 @@ def decay_steps(batch: SamplingBatch, entries: npt.NDArray[np.int64]) -> npt.NDA
         return steps
     table = batch.token_table.numpy()
     resets = batch.features[entries] & np.uint32(RowFeature.RESET)
-    for place in np.flatnonzero(resets):
-        row, length = int(batch.rows[entries[place]]), int(batch.lengths[entries[place]])
-        ids = table[int(batch.table_rows(entries[place]))]
+    for index in np.flatnonzero(resets):
+        row, length = int(batch.rows[entries[index]]), int(batch.lengths[entries[index]])
+        ids = table[int(batch.table_rows(entries[index]))]
         output = ids[int(batch.state.num_prompt[row]) : length]
         found = np.flatnonzero(output == batch.state.int_params[row, RESET])
         if len(found):
-            steps[place] = len(output) - 1 - found[-1]
+            steps[index] = len(output) - 1 - found[-1]
     return steps
 
 
@@ -60,13 +60,13 @@ def with_resets(
     rows, lengths = rows_N[index].long(), lengths_N[index][:, None]
     floats, resets = batch.floats(entries), batch.ints(entries)[:, RESET, None]
     longest = int(batch.lengths[entries].max())
-    places = torch.arange(longest, device=params_RW.device)
+    positions = torch.arange(longest, device=params_RW.device)
     prompts = params_RW[rows, sampling_state.NUM_PROMPT][:, None]
     id_rows = rows if batch.id_rows is None else batch.id_rows[index].long()
     tokens = token_table_RL[:, :longest].index_select(0, id_rows)
-    is_reset = (tokens == resets) & (places >= prompts) & (places < lengths)
+    is_reset = (tokens == resets) & (positions >= prompts) & (positions < lengths)
     # Where the last reset id is; the prompt's end if there is none.
-    starts = torch.where(is_reset, places + 1, prompts).amax(dim=1, keepdim=True)
+    starts = torch.where(is_reset, positions + 1, prompts).amax(dim=1, keepdim=True)
     steps = (lengths - starts)[:, 0]
     decayed = floats[:, TOP_P] * floats[:, TOP_P_DECAY] ** steps
     top_p = torch.where(steps > 0, decayed.maximum(floats[:, TOP_P_MIN]), floats[:, TOP_P])

@@ -61,13 +61,13 @@ def _history(
     longest = int(lengths.max())
     host = np.stack((batch.table_rows(entries), lengths, batch.state.num_prompt[rows]))
     device_rows, ends, prompts = to_device(host, token_table_RL.device)
-    places = torch.arange(longest, device=token_table_RL.device)
-    is_known = places < ends[:, None]
+    positions = torch.arange(longest, device=token_table_RL.device)
+    is_known = positions < ends[:, None]
     tokens = token_table_RL[:, :longest].index_select(0, device_rows).long()
     # Ids of a prompt table are not in the vocabulary, and are not penalised.
     is_known &= tokens < batch.state.vocab_size
     tokens.masked_fill_(~is_known, 0)
-    return tokens, is_known, is_known & (places >= prompts[:, None])
+    return tokens, is_known, is_known & (positions >= prompts[:, None])
 
 
 def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
@@ -83,10 +83,10 @@ def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
         if end_id >= 0
     ]
     if ends:
-        places = batch.index(np.array(ends).T)
+        indices = batch.index(np.array(ends).T)
         # A tensor: a scalar would be copied to the device with a wait of the host.
         never = logits_NV.new_full((1,), _NEVER)
-        logits_NV.index_put_((places[0], places[1]), never)
+        logits_NV.index_put_((indices[0], indices[1]), never)
 
 
 def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:

@@ -48,7 +48,7 @@ class NgramIndex:
         self._first: dict[int, int] = {}
         """Where an id follows a context for the first time; see `_key`."""
         self._path: list[_Context] = []
-        """The context that ends at each place from n - 1 on."""
+        """The context that ends at each position from n - 1 on."""
         if self._width == 0:
             self._enter_context()
 
@@ -75,17 +75,17 @@ class NgramIndex:
         return np.array(following, np.int32)
 
     def _append(self, token_id: int) -> None:
-        place = len(self._ids)
+        position = len(self._ids)
         if self._path:
             context = self._path[-1]
-            if self._first.setdefault(_key(context, token_id), place) == place:
+            if self._first.setdefault(_key(context, token_id), position) == position:
                 context.following.append(token_id)
         self._ids.append(token_id)
         self._hash = (self._hash * _BASE + token_id + 1) % _MODULUS
-        if place >= self._width:
-            leaving = self._ids[place - self._width] + 1
+        if position >= self._width:
+            leaving = self._ids[position - self._width] + 1
             self._hash = (self._hash - leaving * self._leaving) % _MODULUS
-        if place + 1 >= self._width:
+        if position + 1 >= self._width:
             self._enter_context()
 
     def _enter_context(self) -> None:
@@ -102,18 +102,18 @@ class NgramIndex:
 
     def _remove_last(self) -> None:
         """Undo `_append` of the last id."""
-        place = len(self._ids) - 1
-        token_id = self._ids[place]
-        if place + 1 >= self._width:
+        position = len(self._ids) - 1
+        token_id = self._ids[position]
+        if position + 1 >= self._width:
             self._leave_context()
-        if place >= self._width:
-            leaving = self._ids[place - self._width] + 1
+        if position >= self._width:
+            leaving = self._ids[position - self._width] + 1
             self._hash += leaving * self._leaving
         self._hash = (self._hash - token_id - 1) * _INVERSE % _MODULUS
         self._ids.pop()
         if self._path:
             context = self._path[-1]
-            if self._first[_key(context, token_id)] == place:
+            if self._first[_key(context, token_id)] == position:
                 del self._first[_key(context, token_id)]
                 context.following.pop()
 

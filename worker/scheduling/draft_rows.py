@@ -9,7 +9,7 @@ from collections.abc import Sequence as List
 from typing import TypeAlias
 
 from trimaran.comm.messages.messages import FinishReason
-from trimaran.worker.config.draft_tree import AnyTree, GrownTree
+from trimaran.worker.config.draft_tree import AnyTree, DynamicTree
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.config.speculation_config import LOOKAHEAD
 from trimaran.worker.kv_cache.manager import KVCacheManager
@@ -85,13 +85,13 @@ class DraftRows:
         self.make_drafter = self._own_drafter
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
-        tree, self._growth = self._config.draft_tree, self._config.growth
+        tree, self._dynamic_limits = self._config.draft_tree, self._config.dynamic_limits
         self._tree: AnyTree | None = tree
         self._ranks: TreeRates | NodeRates | None = None
         if tree is not None:
             self._ranks = TreeRates(tree)
-        elif self._growth is not None:
-            self._tree, self._ranks = GrownTree(), NodeRates(self._growth.num_nodes)
+        elif self._dynamic_limits is not None:
+            self._tree, self._ranks = DynamicTree(), NodeRates(self._dynamic_limits.num_nodes)
         self._max_seq_len = config.max_seq_len
         self.path_moves: PathMoves | None = None
         """Moves that earlier stages of a pipeline have not been told; None for one stage."""
@@ -185,9 +185,9 @@ class DraftRows:
             end = most_known + count
             if count and end > sequence.capacity:
                 self._grow(plan, sequence, min(end, sequence.max_len))
-            if count and self._growth is not None:
+            if count and self._dynamic_limits is not None:
                 # Without blocks for these, deep nodes are guesses, which cost acceptance alone.
-                end = most_known + self._growth.num_slots
+                end = most_known + self._dynamic_limits.num_slots
                 self._grow(plan, sequence, min(end, self._max_seq_len))
             plan.ask_network(place, sequence, run, count)
             # The sampled id has an entry in the network's cache, the last draft has none.
@@ -212,7 +212,7 @@ class DraftRows:
             used = self._add(plan, place, sequence, ids[: min(count, room)], runs)
             room -= used
             if not used:
-                sequence.drafts.put_off(sequence, ids, is_told=sequence.num_pending == 1)
+                sequence.drafts.put_off(sequence, ids, is_known=sequence.num_pending == 1)
         return runs
 
     def _counts_of(
@@ -330,14 +330,14 @@ class DraftRows:
             self._grow(plan, sequence, start + len(ids))
             ids = ids[: max(0, sequence.capacity - start)]
         if ids:
-            run = DraftRun(sequence, ids, start, is_told=sequence.num_pending == 1, own=place)
+            run = DraftRun(sequence, ids, start, is_known=sequence.num_pending == 1, own=place)
             if sequence.guide is None:
                 # The masks of guides are those of a chain.
-                run.tree = sequence.drafts.tree_of(is_told=run.is_told)
+                run.tree = sequence.drafts.tree_of(is_known=run.is_known)
             runs[place] = run
             plan.add_drafts(run)
             sequence.num_unverified += len(ids)
-            if not run.is_told:
+            if not run.is_known:
                 sequence.drafts.await_ids(run)
         return len(ids)
 
@@ -448,12 +448,12 @@ class DraftRows:
         for sequence, ids, (limit, count) in zip(step.proposers, told, wanted, strict=True):
             # The sampled id has an entry, the last draft has none.
             num_usable = max(0, limit - len(sequence.token_ids) + 1)
-            grown = None
-            if self._growth is not None and ids:
+            tree = None
+            if self._dynamic_limits is not None and ids:
                 # The nodes' parents stand behind their ids.
                 half = len(ids) // 2
-                grown = GrownTree(ids[half : half + count])
-            sequence.drafts.arrived(sequence, array("i", ids[:count]), num_usable, grown)
+                tree = DynamicTree(ids[half : half + count])
+            sequence.drafts.arrived(sequence, array("i", ids[:count]), num_usable, tree)
 
     def done(self, step: ScheduledStep) -> None:
         """The result of a step was taken in: learn its time."""

@@ -113,7 +113,7 @@ class GuidedSequences:
     def fill_masks(self, step: ScheduledStep) -> ScheduledStep:
         """Add the ids allowed next to the decision, for each row of guided sequences."""
         if self._count:
-            places = step.draft_places()
+            places = step.draft_batch()
             masks = [
                 sequence.guide.masks[places.get(index, 0)]
                 for index, sequence in enumerate(step.sampled)

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence as List
 from itertools import pairwise
 
-from trimaran.worker.config.draft_tree import AnyTree, GrownTree, accepted_path
+from trimaran.worker.config.draft_tree import AnyTree, DynamicTree, accepted_path
 from trimaran.worker.requests.request import RequestStatus, Sequence
 from trimaran.worker.scheduling.step_plan import DraftRun
 from trimaran.worker.speculation.controller import AcceptanceRate
@@ -93,10 +93,10 @@ class SequenceDrafts:
         if num_right:
             self._rate.observe(num_right, has_rejected=False)
 
-    def put_off(self, sequence: Sequence, ids: array[int], *, is_told: bool) -> None:
-        """A step verifies none of these drafts; without ``is_told`` their ids will arrive."""
+    def put_off(self, sequence: Sequence, ids: array[int], *, is_known: bool) -> None:
+        """A step verifies none of these drafts; without ``is_known`` their ids will arrive."""
         self.rate.idle()
-        if not is_told:
+        if not is_known:
             self._is_put_off = True
         # Guesses follow from the verified ones: without rows their acceptance says nothing.
         # Drafts of a guided sequence are the first path of a tree alone.
@@ -138,10 +138,10 @@ class SequenceDrafts:
         asked, count = self._asked
         return count if asked == step else 0
 
-    def tree_of(self, *, is_told: bool) -> AnyTree | None:
+    def tree_of(self, *, is_known: bool) -> AnyTree | None:
         """The tree of the drafts that a step verifies, which the host may not have yet."""
-        is_grown = isinstance(self.tree, GrownTree)
-        return GrownTree() if is_grown and not is_told else self.tree
+        is_dynamic = isinstance(self.tree, DynamicTree)
+        return DynamicTree() if is_dynamic and not is_known else self.tree
 
     def await_ids(self, run: DraftRun) -> None:
         """A step verifies drafts whose ids the host does not have yet."""
@@ -152,14 +152,14 @@ class SequenceDrafts:
         sequence: Sequence,
         ids: array[int],
         num_usable: int,
-        grown: GrownTree | None = None,
+        tree: DynamicTree | None = None,
     ) -> None:
-        """A network's ids are here, with the tree if the network ``grown`` one. If the next
+        """A network's ids are here, with its ``tree`` if that is dynamic. If the next
         step was not planned without them, it may verify the first ``num_usable``."""
         run, is_put_off = self._untold, self._is_put_off
         self._untold, self._is_put_off = None, False
-        if grown is not None:
-            self.tree = grown
+        if tree is not None:
+            self.tree = tree
         if run is not None:
             run.token_ids = ids[: len(run.token_ids)]
             if run.tree is not None:

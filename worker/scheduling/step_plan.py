@@ -49,7 +49,7 @@ class DraftRun:
     start: int
     """Position of the first draft, if the preceding step accepts all of its drafts."""
 
-    is_told: bool
+    is_known: bool
     """Whether the host has the drafts, and tells the ranks."""
 
     own: int = 0
@@ -127,7 +127,7 @@ class ScheduledStep:
         num_others = num_drafts + self.num_context + self.decision.num_recomputed
         return len(self.decision.rows) - num_others
 
-    def draft_places(self) -> dict[int, int]:
+    def draft_batch(self) -> dict[int, int]:
         """By index in ``sampled`` of each draft row, the number of drafts up to its own."""
         return {
             run.first + place: place + 1
@@ -301,7 +301,7 @@ class StepPlan:
     def _enter_proposals(self, step: ScheduledStep) -> None:
         """Tell ranks where each sequence ends for which a network drafts."""
         rows = array("i")
-        first, num_drafts = self._draft_places()
+        first, num_drafts = self._draft_batch()
         for place, sequence, run, count in self._proposals:
             if run is None:
                 own = place if place < first else place + num_drafts
@@ -312,7 +312,7 @@ class StepPlan:
         step.proposers = [sequence for _, sequence, _, _ in self._proposals]
         step.decision.proposals = np.frombuffer(rows, dtype=np.int32).reshape(-1, 5)
 
-    def _draft_places(self) -> tuple[int, int]:
+    def _draft_batch(self) -> tuple[int, int]:
         """The index of the first draft row among the sampled rows, and the number of draft
         rows."""
         if not self._drafts:
@@ -326,13 +326,13 @@ class StepPlan:
         entries = self._decodes
         place = len(entries.sequences) - len(entries.unsampled)
         behind = {entries.sequences[index] for index in self._behind}
-        self._drafts.sort(key=lambda run: run.is_told)
+        self._drafts.sort(key=lambda run: run.is_known)
         ids = array("i")
         for run in self._drafts:
             count, first = len(run.token_ids), len(entries.sequences)
             run.first = place
             place += count
-            if run.is_told:
+            if run.is_known:
                 ids += run.token_ids
             if run.sequence in behind:
                 self._behind.extend(range(first, first + count))
@@ -458,7 +458,7 @@ class StepPlan:
     def _locate_drafts(self, step: ScheduledStep) -> None:
         """Find the rows that sample in place of each first draft, and correct the counts."""
         step.drafts = self._drafts
-        first, num_drafts = self._draft_places()
+        first, num_drafts = self._draft_batch()
         step.num_scheduled -= num_drafts
         for run in self._drafts:
             if run.own >= first:
@@ -487,7 +487,7 @@ def _rule_of(run: DraftRun) -> DraftRule | None:
         # Logits of draft tokens in place of known output are not sent.
         rows = logits[start : start + count] if start >= 0 else None
     return DraftRule(
-        places=int32s([run.own, *range(run.first, run.first + count - 1)]),
+        sampled_rows=int32s([run.own, *range(run.first, run.first + count - 1)]),
         token_ids=np.array(run.token_ids, dtype=np.int32),
         threshold=threshold,
         logits=rows,

@@ -46,8 +46,8 @@ _MOST_FULL_STEPS = 64
 up to this number."""
 
 _FEW = 3
-"""A draft at some place counts as verified if one sequence in so many verifies it. On an H200 a
-token of all drafts takes 4 % of a step of 64 requests."""
+"""A draft at some position counts as verified if one sequence in so many verifies it. On an
+H200 a token of all drafts takes 4 % of a step of 64 requests."""
 
 _PRIOR_RATE = 0.5
 _RATE_SHARE = 0.04
@@ -139,8 +139,8 @@ class _Times:
 class DraftController:
     """Chooses the draft rows of each step from acceptance rates and measured step times.
 
-    A draft row at place j of a sequence with rate p adds p^j tokens to what a step yields. Rows
-    are added in order of that number, as long as the expected tokens a second of the batch
+    A draft row at position j of a sequence with rate p adds p^j tokens to what a step yields.
+    Rows are added in order of that number, as long as the expected tokens a second of the batch
     rise. Sizes of steps that were not measured yet count as fast as the largest smaller size,
     so that they get measured.
     """
@@ -179,9 +179,9 @@ class DraftController:
         self.is_measuring = self._is_to_measure(num_decodes)
         if self.is_measuring or not rates:
             return [0] * len(rates)
-        places = np.arange(1, max(most) + 1)[:, None]
-        is_draft = places <= np.array(most)
-        gains = _gains(np.array(rates), places, shape)[is_draft]
+        positions = np.arange(1, max(most) + 1)[:, None]
+        is_draft = positions <= np.array(most)
+        gains = _gains(np.array(rates), positions, shape)[is_draft]
         numbers = np.broadcast_to(np.arange(len(rates)), is_draft.shape)[is_draft]
         order = np.argsort(-gains, kind="stable")[:room]
         num_rows = num_decodes + np.arange(len(order) + 1)
@@ -217,14 +217,14 @@ class DraftController:
 
 
 def _gains(
-    rates: npt.NDArray[np.float64], places: npt.NDArray[np.int64], shape: TreeShape | None
+    rates: npt.NDArray[np.float64], positions: npt.NDArray[np.int64], shape: TreeShape | None
 ) -> npt.NDArray[np.float64]:
-    """[places, candidates]: the tokens that a draft row at each place adds. They do not rise
-    with the place, so that the best rows of a candidate are its first ones."""
+    """[positions, candidates]: the tokens that a draft row at each position adds. They do not
+    rise with the position, so that the best rows of a candidate are its first ones."""
     if shape is None:
-        gains: npt.NDArray[np.float64] = rates**places
+        gains: npt.NDArray[np.float64] = rates**positions
         return gains
-    count = len(places)
+    count = len(positions)
     gains = rates ** shape.depths[:count, None] * shape.shares[:count, None]
     # A node that adds less than nodes behind it counts as their mean: a step verifies the
     # first nodes, and some of these may be the price of better ones.
@@ -262,7 +262,7 @@ class DraftReach:
 
     def value_of(self, num_sequences: int) -> int:
         """The tokens of each of so many sequences."""
-        return self._counts[self._size_of(num_sequences).place]
+        return self._counts[self._size_of(num_sequences).index]
 
     def observe(self, num_sequences: int, verified: List[int]) -> None:
         """A step of so many sequences verifies these numbers of drafts, one or more."""
@@ -277,29 +277,29 @@ class DraftReach:
 
 
 class _SizeReach:
-    """The place of the drafted number among the possible ones, for batches of one size."""
+    """The index of the drafted number among the possible ones, for batches of one size."""
 
-    __slots__ = ("_has_grown", "_most_used", "_num_full", "_num_spare", "_patience", "place")
+    __slots__ = ("_has_grown", "_most_used", "_num_full", "_num_spare", "_patience", "index")
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, index: int) -> None:
+        self.index = index
         self._num_spare = self._num_full = self._most_used = 0
         self._patience, self._has_grown = _FULL_STEPS, False
 
     def observe(self, used: int, counts: List[int]) -> None:
         """A step verifies ``used`` drafts."""
-        if used < counts[self.place]:
+        if used < counts[self.index]:
             self._num_spare, self._num_full = self._num_spare + 1, 0
             self._most_used = max(self._most_used, used)
         else:
             self._num_spare, self._num_full, self._most_used = 0, self._num_full + 1, 0
         if self._num_spare >= _SPARE_STEPS:
-            self.place = min(self.place, bisect_left(counts, self._most_used))
+            self.index = min(self.index, bisect_left(counts, self._most_used))
             self._num_spare = self._most_used = 0
             self._patience = min(2 * self._patience, _MOST_FULL_STEPS)
             self._has_grown = False
         elif self._num_full >= (_FULL_STEPS if self._has_grown else self._patience):
             if self._has_grown:
                 self._patience = _FULL_STEPS
-            self.place = min(self.place + 1, len(counts) - 1)
+            self.index = min(self.index + 1, len(counts) - 1)
             self._num_full, self._has_grown = 0, True

@@ -8,7 +8,8 @@ from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS
 
 
 class DraftCounts:
-    """Drafts since the start: sequences' drafts, their tokens, and accepted tokens by place."""
+    """Drafts since the start: sequences' drafts, their tokens, and accepted tokens by
+    position."""
 
     def __init__(self) -> None:
         self.num_drafts = 0
@@ -40,9 +41,10 @@ class DraftCounts:
 
     @property
     def accepted_at(self) -> list[int]:
-        """Accepted tokens by their place in a draft; the last entry counts all later places."""
+        """Accepted tokens by their position in a draft; the last entry counts all later
+        positions."""
         lengths = self._num_by_length
-        counts = [sum(lengths[place + 1 :]) for place in range(len(lengths) - 1)]
+        counts = [sum(lengths[position + 1 :]) for position in range(len(lengths) - 1)]
         counts[-1] += self.num_accepted - sum(counts)
         return counts
 

@@ -14,7 +14,7 @@ _MIN_MATCH = 2
 """Least number of equal last ids."""
 
 _MAX_MATCH = 16
-"""Ids that are compared at each earlier place."""
+"""Ids that are compared at each earlier position."""
 
 _MAX_PLACES = 8
 """Earlier positions that are compared, the latest first."""
@@ -108,26 +108,27 @@ class NgramDrafter:
         """``room`` is filled up with each step; drafters of one engine share it."""
         self._room = room
         self._last: dict[int, int] = {}
-        """By pair of ids, the number of ids up to its latest place."""
+        """By pair of ids, the number of ids up to its latest position."""
         self._earlier = array("i", [0] * _MIN_MATCH)
-        """For each number of ids, the earlier place of the pair that ends there; 0 for none."""
+        """For each number of ids, the earlier position of the pair that ends there; 0 for
+        none."""
 
     def propose(self, sequence: Sequence, most: int) -> array[int]:
-        """The ids behind the best earlier place; none if there is no such place."""
+        """The ids behind the best earlier position; none if there is no such position."""
         ids = sequence.token_ids
         if not self._index(ids):
             return array("i")
         best, longest = 0, 0
-        place = self._earlier[len(ids)] if len(ids) >= _MIN_MATCH else 0
+        position = self._earlier[len(ids)] if len(ids) >= _MIN_MATCH else 0
         for _ in range(_MAX_PLACES):
-            if not place:
+            if not position:
                 break
-            length = _match(ids, place)
+            length = _match(ids, position)
             if length > longest:
-                best, longest = place, length
+                best, longest = position, length
             if length >= _MAX_MATCH:
                 break
-            place = self._earlier[place]
+            position = self._earlier[position]
         return _repeated(ids, best, most) if best else array("i")
 
     def _index(self, ids: array[int]) -> bool:
@@ -140,26 +141,26 @@ class NgramDrafter:
             pairs = (wide[:-1] << 32 | wide[1:]).tolist()
         else:
             pairs = [ids[n - 2] << 32 | ids[n - 1] for n in range(start, end)]
-        for place, pair in enumerate(pairs, start):
+        for position, pair in enumerate(pairs, start):
             self._earlier.append(self._last.get(pair, 0))
-            self._last[pair] = place
+            self._last[pair] = position
         return end > len(ids)
 
 
-def _match(ids: array[int], place: int) -> int:
-    """Equal ids before ``place`` and before the end, from the last one backwards."""
+def _match(ids: array[int], position: int) -> int:
+    """Equal ids before ``position`` and before the end, from the last one backwards."""
     end = len(ids)
-    most = min(place, _MAX_MATCH)
+    most = min(position, _MAX_MATCH)
     length = _MIN_MATCH
-    while length < most and ids[place - 1 - length] == ids[end - 1 - length]:
+    while length < most and ids[position - 1 - length] == ids[end - 1 - length]:
         length += 1
     return length
 
 
-def _repeated(ids: array[int], place: int, most: int) -> array[int]:
-    """The ids from ``place`` on. If the end comes first, the ids from ``place`` to the end
-    repeat."""
-    found = ids[place : place + most]
+def _repeated(ids: array[int], position: int, most: int) -> array[int]:
+    """The ids from ``position`` on. If the end comes first, the ids from ``position`` to the
+    end repeat."""
+    found = ids[position : position + most]
     period = len(found)
     while 0 < len(found) < most:
         found.append(found[len(found) - period])

@@ -58,8 +58,8 @@ class LookaheadDrafter:
         end = len(ids) + min(most, self._sizes.window)
         # The first window holds ids of the text, as any ids would do.
         return array("i", [
-            self._guesses.get(place, ids[place * _STRIDE % len(ids)])
-            for place in range(len(ids), end)
+            self._guesses.get(position, ids[position * _STRIDE % len(ids)])
+            for position in range(len(ids), end)
         ])  # fmt: skip
 
     def observe(self, first: int, own: List[int], num_accepted: int) -> None:
@@ -68,7 +68,7 @@ class LookaheadDrafter:
         size = self._sizes.ngram
         self._iterations.append(dict(enumerate(own, first)))
         behind = range(num_accepted + 1, min(len(own), num_accepted + 1 + self._sizes.window))
-        self._guesses = {first + place: own[place] for place in behind}
+        self._guesses = {first + position: own[position] for position in behind}
         if len(self._iterations) < size:
             return
         # The output itself enters as text.
@@ -98,18 +98,18 @@ class LookaheadDrafter:
 
 
 def _agreed(ngrams: dict[tuple[int, ...], int]) -> array[int]:
-    """One chain: at each place the id that is most frequent behind the ids before."""
+    """One chain: at each position the id that is most frequent behind the ids before."""
     chain = array("i")
     left = list(reversed(ngrams.items()))
-    for place in range(len(left[0][0])):
+    for position in range(len(left[0][0])):
         if len(left) == 1:
-            chain.extend(left[0][0][place:])
+            chain.extend(left[0][0][position:])
             break
         counts: Counter[int] = Counter()
         for further, count in left:
-            counts[further[place]] += count
+            counts[further[position]] += count
         # The latest n-gram comes first among equal counts.
         best = max(counts, key=counts.__getitem__)
         chain.append(best)
-        left = [each for each in left if each[0][place] == best]
+        left = [each for each in left if each[0][position] == best]
     return chain

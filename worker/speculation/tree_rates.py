@@ -23,7 +23,8 @@ class TreeShape(NamedTuple):
 
     depths: npt.NDArray[np.int64]
     shares: npt.NDArray[np.float64]
-    """Factor of each node: its chance by that of the first child at each place of its path."""
+    """Factor of each node: its chance by that of the first child at each position of its
+    path."""
 
 
 class TreeRates:

@@ -103,8 +103,8 @@ class TokenWrite:
 class DraftRule:
     """How draft tokens of one sequence are accepted, if not by the model's own draws."""
 
-    places: Int32Array
-    """Indices into ``sampled`` of the rows that sample in place of the draft tokens."""
+    sampled_rows: Int32Array
+    """Indices into ``sampled`` of the rows that sample where the draft tokens stand."""
 
     token_ids: Int32Array
     """The draft tokens."""
@@ -116,16 +116,16 @@ class DraftRule:
     def to_wire(self) -> list[Any]:
         """A msgpack list; raw arrays."""
         logits = None if self.logits is None else self.logits.tobytes()
-        return [self.places.tobytes(), self.token_ids.tobytes(), self.threshold, logits]
+        return [self.sampled_rows.tobytes(), self.token_ids.tobytes(), self.threshold, logits]
 
     @classmethod
     def from_wire(cls, wire: list[Any]) -> DraftRule:
         """The inverse of `to_wire`."""
-        places, ids = (np.frombuffer(raw, np.int32) for raw in wire[:2])
+        rows, ids = (np.frombuffer(raw, np.int32) for raw in wire[:2])
         logits = None
         if wire[3] is not None:
             logits = np.frombuffer(wire[3], np.float32).reshape(len(ids), -1)
-        return cls(places=places, token_ids=ids, threshold=wire[2], logits=logits)
+        return cls(sampled_rows=rows, token_ids=ids, threshold=wire[2], logits=logits)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class SchedulerOutput:
     the rejected ones."""
 
     @property
-    def told_decodes(self) -> slice:
+    def known_decodes(self) -> slice:
         """The decodes of ``decode_ids``."""
         return slice(self.num_decodes - len(self.decode_ids), self.num_decodes)
 

@@ -35,7 +35,7 @@ struct Arguments {
     int num_entries;
     int num_padded;  // at most MAX_ROWS
     int num_blocks;
-    int turn;
+    int ring_slot;
     Entry entries[MAX_ROWS];
     NewBlock new_blocks[MAX_BLOCKS];
 };
@@ -74,6 +74,6 @@ extern "C" __global__ void __launch_bounds__(MAX_ROWS)
     if (entry == step.num_padded - 1) step.narrow[3 * narrow + step.num_padded] = entry + 1;
     if (entry == 0) {
         step.narrow[6 * narrow] = step.num_entries;
-        step.narrow[6 * narrow + 1] = step.turn;
+        step.narrow[6 * narrow + 1] = step.ring_slot;
     }
 }

@@ -17,7 +17,7 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def turn(  # type: ignore[no-untyped-def]
+def rotate(  # type: ignore[no-untyped-def]
     source, target, cos, sin, mask, HALF: tl.constexpr, PADDED: tl.constexpr,
     IS_NEOX: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -71,12 +71,12 @@ def _rope_and_cache_latent_kernel(  # type: ignore[no-untyped-def]
         is_dim = dims < LATENT
         vector = tl.load(latent + token * latent_stride + dims, mask=is_dim)
         tl.store(target + dims, vector, mask=is_dim)
-        turn(key + token * key_stride + one, target + LATENT + one, cos, sin, one < 1,
+        rotate(key + token * key_stride + one, target + LATENT + one, cos, sin, one < 1,
               HALF, PADDED, IS_NEOX, 1)  # fmt: skip
     else:
         heads = ((group - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         source = query + token * query_stride + heads * head_stride + OFFSET
-        turn(source, source, cos, sin, heads < num_heads, HALF, PADDED, IS_NEOX, HEADS)
+        rotate(source, source, cos, sin, heads < num_heads, HALF, PADDED, IS_NEOX, HEADS)
 
 
 _rope_and_cache_latent = Launcher(_rope_and_cache_latent_kernel)

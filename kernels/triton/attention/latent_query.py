@@ -12,7 +12,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 )
 
 from trimaran.kernels.attention import LatentRows, Rotation
-from trimaran.kernels.triton.attention.latent_cache import turn
+from trimaran.kernels.triton.attention.latent_cache import rotate
 from trimaran.kernels.triton.heads import HeadTile, multiply_head, request_matrix
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
@@ -70,7 +70,7 @@ def _latent_query_kernel(  # type: ignore[no-untyped-def]
         angles = cos_sin + position.to(tl.int64) * 2 * HALF + pairs
         cos = tl.load(angles, mask=pairs < HALF, other=0.0)
         sin = tl.load(angles + HALF, mask=pairs < HALF, other=0.0)
-        turn(source + WIDTH, target + LATENT, cos, sin, is_row, HALF, PADDED, IS_NEOX, ROWS)
+        rotate(source + WIDTH, target + LATENT, cos, sin, is_row, HALF, PADDED, IS_NEOX, ROWS)
     else:
         token = (part - TILES - 1) * tl.num_programs(0) + tl.program_id(0)
         if token < num_tokens:
@@ -82,7 +82,7 @@ def _latent_query_kernel(  # type: ignore[no-untyped-def]
             vector = latent + token.to(tl.int64) * latent_stride
             _store_vector(vector, norm, place, eps, LATENT, LATENT_PADDED)
             one = tl.arange(0, 1)[:, None]
-            turn(
+            rotate(
                 key + token.to(tl.int64) * key_stride + one, place + LATENT + one, cos, sin,
                 one < 1, HALF, PADDED, IS_NEOX, 1,
             )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.driver import Driver, Ranks
-from tests.mpi.test_draft_networks import GROWN, LAYOUTS, ONE, TREE, run, write_llama
+from tests.mpi.test_draft_networks import DYNAMIC, LAYOUTS, ONE, TREE, run, write_llama
 from trimaran.comm.mpi import MPI
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
@@ -30,7 +30,7 @@ def root(world, tmp_path_factory):
 
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "launched"])
 @pytest.mark.parametrize(
-    ("kind", "drafts"), [("eagle", GROWN), ("medusa", TREE), ("draft_model", TREE)]
+    ("kind", "drafts"), [("eagle", DYNAMIC), ("medusa", TREE), ("draft_model", TREE)]
 )
 @pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
 def test_two_gpus_verify_the_trees_of_a_cpu(world, root, kind, drafts, layout, has_graphs):

@@ -85,8 +85,8 @@ class CachelessHeads(DraftNetwork, Protocol):
     """Most tokens that `propose` makes."""
 
     def propose(self, states_NX: Tensor, next_ids_N: Tensor, count: int) -> Tensor:
-        """The ids at the ``count`` places behind the ids that the target has sampled, int64 [N,
-        count]. Collective."""
+        """The ids at the ``count`` positions behind the ids that the target has sampled, int64
+        [N, count]. Collective."""
         ...
 
 
@@ -97,17 +97,18 @@ class BeamHeads(CachelessHeads, Protocol):
     def propose_beams(
         self, states_NX: Tensor, next_ids_N: Tensor, width: int, depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A beam search: the ids of ``width`` beams at each of ``depth`` places, the logarithms
-        of the probabilities of their paths, float32, and the beam at the place before that each
-        continues; [N, depth, width], and int64 but for the logarithms. Collective."""
+        """A beam search: the ids of ``width`` beams at each of ``depth`` positions, the
+        logarithms of the probabilities of their paths, float32, and the beam at the position
+        before that each continues; [N, depth, width], and int64 but for the logarithms.
+        Collective."""
         ...
 
 
 @runtime_checkable
 class RankedHeads(CachelessHeads, Protocol):
-    """Heads that draft each place by itself, and therefore may draft trees."""
+    """Heads that draft each position by itself, and therefore may draft trees."""
 
     def propose_ranks(self, states_NX: Tensor, widths: list[int]) -> Tensor:
-        """The likeliest ids at the place of each head, as many as ``widths`` says of the head,
-        side by side, int64 [N, sum of widths]. Collective."""
+        """The likeliest ids at the position of each head, as many as ``widths`` says of the
+        head, side by side, int64 [N, sum of widths]. Collective."""
         ...

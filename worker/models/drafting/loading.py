@@ -33,7 +33,7 @@ from trimaran.worker.models.weights.checkpoint import file_entries, mapped_file
 
 logger = logging.getLogger(__name__)
 
-_Places = dict[str, tuple[str, str]]
+_NameMap = dict[str, tuple[str, str]]
 """(parameter, part of a fused weight) by checkpoint name."""
 
 _EAGLE_LAYER = (
@@ -89,13 +89,13 @@ def load_head(kind: str, folder: Path, target: CausalLM) -> DraftNetwork:
     """
     head: EagleHead | MedusaHeads | RecurrentHead
     if kind == EAGLE:
-        head, places, found = _eagle(folder, target)
+        head, name_map, found = _eagle(folder, target)
     elif kind == MEDUSA:
-        head, places, found = _medusa(folder, target)
+        head, name_map, found = _medusa(folder, target)
     else:
         assert kind == REDRAFTER, kind
-        head, places, found = _redrafter(folder, target)
-    _fill(head, places, found)
+        head, name_map, found = _redrafter(folder, target)
+    _fill(head, name_map, found)
     num_bytes = sum(each.nbytes for each in head.parameters())
     logger.info("%s head of %s: %.2f MiB a rank", kind, folder, num_bytes / 2**20)
     return head.eval()
@@ -129,7 +129,7 @@ def random_head(kind: str, folder: Path, target: CausalLM) -> DraftNetwork:
     return head.eval()
 
 
-def _eagle(folder: Path, target: CausalLM) -> tuple[EagleHead, _Places, _Checkpoint]:
+def _eagle(folder: Path, target: CausalLM) -> tuple[EagleHead, _NameMap, _Checkpoint]:
     found = _Checkpoint(folder, find_weight_files(folder))
     names = {_eagle_name(name): name for name in found.entries}
     if "fc.weight" not in names:
@@ -158,7 +158,7 @@ def _eagle(folder: Path, target: CausalLM) -> tuple[EagleHead, _Places, _Checkpo
                 f"{folder}: has no embedding, and the target's has {target.config.hidden_size} "
                 f"dims, not the {width} of the head. Download it again."
             )
-    return head, {name: _eagle_place(own) for own, name in names.items()}, found
+    return head, {name: _eagle_target(own) for own, name in names.items()}, found
 
 
 def _eagle_name(name: str) -> str:
@@ -170,7 +170,7 @@ def _eagle_name(name: str) -> str:
     return "d2t" if name == "draft_id_to_target_id" else name
 
 
-def _eagle_place(name: str) -> tuple[str, str]:
+def _eagle_target(name: str) -> tuple[str, str]:
     for own, target, shard in _EAGLE_LAYER:
         prefix = f"layer.{own}."
         if name.startswith(prefix):
@@ -178,7 +178,7 @@ def _eagle_place(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _medusa(folder: Path, target: CausalLM) -> tuple[MedusaHeads, _Places, _Checkpoint]:
+def _medusa(folder: Path, target: CausalLM) -> tuple[MedusaHeads, _NameMap, _Checkpoint]:
     config = medusa_config(folder)
     own = tuple(folder / name for name in MEDUSA_FILES if (folder / name).is_file())
     found = _Checkpoint(folder, own[:1] or find_weight_files(folder))
@@ -188,28 +188,28 @@ def _medusa(folder: Path, target: CausalLM) -> tuple[MedusaHeads, _Places, _Chec
             f"{folder}: truncated_vocab_size is {config.num_draft_ids}, but there is no tensor "
             f"{_TOKEN_MAP} that names these ids. Download it again."
         )
-    places: _Places = {}
+    name_map: _NameMap = {}
     for name in found.entries:
         if name == _TOKEN_MAP:
-            places[name] = "d2t", ""
+            name_map[name] = "d2t", ""
             continue
         number, _, rest = name.removeprefix("medusa_head.").partition(".")
         block, _, kind = rest.partition(".")
         if block == str(config.num_layers):
-            places[name] = f"heads.{number}.lm_head.{kind}", ""
+            name_map[name] = f"heads.{number}.lm_head.{kind}", ""
         else:
             kind = kind.removeprefix("linear.")
-            places[name] = f"heads.{number}.blocks.{block}.{kind}", ""
-    return heads, places, found
+            name_map[name] = f"heads.{number}.blocks.{block}.{kind}", ""
+    return heads, name_map, found
 
 
-def _redrafter(folder: Path, target: CausalLM) -> tuple[RecurrentHead, _Places, _Checkpoint]:
+def _redrafter(folder: Path, target: CausalLM) -> tuple[RecurrentHead, _NameMap, _Checkpoint]:
     config = redrafter_config(folder, target.config)
     own = folder / REDRAFTER_FILE
     files = (own,) if own.is_file() else find_weight_files(folder)
     found = _Checkpoint(folder, files)
-    places = {name: (_redrafter_name(name, config.num_layers), "") for name in found.entries}
-    return RecurrentHead(config, target), places, found
+    name_map = {name: (_redrafter_name(name, config.num_layers), "") for name in found.entries}
+    return RecurrentHead(config, target), name_map, found
 
 
 def _redrafter_name(name: str, num_layers: int) -> str:
@@ -225,7 +225,7 @@ def _redrafter_name(name: str, num_layers: int) -> str:
     return f"blocks.{layer}.{kind.removeprefix('linear.')}"
 
 
-def _fill(head: nn.Module, places: _Places, found: _Checkpoint) -> None:
+def _fill(head: nn.Module, name_map: _NameMap, found: _Checkpoint) -> None:
     """Copy this rank's parts of all tensors.
 
     Raises:
@@ -233,8 +233,8 @@ def _fill(head: nn.Module, places: _Places, found: _Checkpoint) -> None:
     """
     parameters = dict(head.named_parameters())
     wanted = set(parameters) - {"d2t"}
-    unexpected = sorted(name for name, (to, _) in places.items() if to not in parameters)
-    missing = sorted(wanted - {to for to, _ in places.values()})
+    unexpected = sorted(name for name, (to, _) in name_map.items() if to not in parameters)
+    missing = sorted(wanted - {to for to, _ in name_map.values()})
     for what, names in (("lacks", missing), ("holds the unexpected", unexpected)):
         if names:
             more = ", ..." if len(names) > _MAX_NAMES else ""
@@ -243,18 +243,18 @@ def _fill(head: nn.Module, places: _Places, found: _Checkpoint) -> None:
                 f"{found.folder}: {what} {listed}{more}: its weights and its config.json "
                 "belong to different heads, or the head is of a kind that is not served."
             )
-    for name, (place, shard) in places.items():
-        _fill_one(head, parameters, (place, shard), name, found)
+    for name, (path, shard) in name_map.items():
+        _fill_one(head, parameters, (path, shard), name, found)
 
 
 def _fill_one(
     head: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    place: tuple[str, str],
+    entry: tuple[str, str],
     name: str,
     found: _Checkpoint,
 ) -> None:
-    path, shard = place
+    path, shard = entry
     parameter, tensor = parameters[path], found.read(name)
     try:
         if path == "d2t":

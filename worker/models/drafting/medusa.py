@@ -1,8 +1,8 @@
-"""Medusa heads: each predicts the token at one place behind the next, from one hidden state.
+"""Medusa heads: each predicts the token at one position behind the next, from one hidden state.
 
-Medusa by Cai et al. (2024). Head i drafts the token i places behind the token that the target
-chooses itself. The likeliest token of each head makes a chain; the likeliest tokens of each
-head make a tree, in which each token of a head may follow each one of the head before.
+Medusa by Cai et al. (2024). Head i drafts the token i positions behind the token that the
+target chooses itself. The likeliest token of each head makes a chain; the likeliest tokens of
+each head make a tree, in which each token of a head may follow each one of the head before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ReDrafter: a recurrent head that drafts from the target's last state and the tokens since.
 
 Recurrent drafting by Cheng et al. (2024), https://arxiv.org/abs/2403.09919. A chain is the
-head's beam search with one beam: the likeliest token at each place.
+head's beam search with one beam: the likeliest token at each position.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trimaran.worker.models.interfaces import CausalLM
 
 
 class RecurrentHead(nn.Module):
-    """One head for all places. Its state begins with zeros behind the target's own token, and
-    takes in the embedding of each token. The head has no cache."""
+    """One head for all positions. Its state begins with zeros behind the target's own token,
+    and takes in the embedding of each token. The head has no cache."""
 
     taps: tuple[int, ...] = ()
     num_heads = MAX_DRAFT_TOKENS

@@ -15,7 +15,7 @@ KERNELS = {
     "move": ("tree_paths._move_kernel", {"pool": "*bf16"}),
     "move bytes": ("tree_paths._move_kernel", {"pool": "*u8"}),
     "prepare": ("inputs._prepare_kernel", {"table": "*i32"}),
-    "places": ("drafts._places_kernel", {}),
+    "places": ("drafts._draft_batch_kernel", {}),
     "log sums": ("drafts._log_sums_kernel", {"logits": "*bf16", "output": "*fp32"}),
     "latent": (
         "attention.latent_decode._latent_decode_kernel",

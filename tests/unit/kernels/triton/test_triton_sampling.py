@@ -85,17 +85,22 @@ def test_told_ids_are_the_draws_and_go_to_the_table_and_to_the_turn_of_the_host(
     # The last entry is padding.
     rows = torch.from_numpy(np.append(sampled.order, np.int32(-1)))
     lengths = torch.from_numpy(np.append(sampled.lengths, np.int32(0)))
-    table, told = torch.zeros(5, 30, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
-    places = torch.tensor([41, 63, 145, 29])
-    turn = torch.tensor([2], dtype=torch.int32)
-    target = triton_sampling.IdPlaces(places, table, told, turn)
+    table, output_ids = (
+        torch.zeros(5, 30, dtype=torch.int32),
+        torch.zeros(3, 8, dtype=torch.int32),
+    )
+    indices = torch.tensor([41, 63, 145, 29])
+    ring_slot = torch.tensor([2], dtype=torch.int32)
+    target = triton_sampling.IdTargets(indices, table, output_ids, ring_slot)
     state = sampled.state.tensor()
-    triton_sampling.draw_and_tell(logits, rows, lengths, state, target, has_filters=has_filters)
+    triton_sampling.draw_and_store(
+        logits, rows, lengths, state, target, has_filters=has_filters
+    )
 
     expected = sampled.by_kernels(logits[:3])
-    assert torch.equal(told[2, :3], expected.int())
-    assert not told[:2].any() and not told[2, 4:].any()
-    assert torch.equal(table.view(-1)[places[:3]], expected.int())
+    assert torch.equal(output_ids[2, :3], expected.int())
+    assert not output_ids[:2].any() and not output_ids[2, 4:].any()
+    assert torch.equal(table.view(-1)[indices[:3]], expected.int())
 
 
 LANE, TILE = 8, 2048

@@ -9,7 +9,7 @@ import pytest
 from launcher_repository import resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.draft_tree import Growth
+from trimaran.worker.config.draft_tree import DynamicTreeLimits
 
 
 @pytest.fixture
@@ -203,9 +203,9 @@ def test_an_eagle_head_grows_trees_if_it_was_built_so(tmp_path):
         repository = with_head(tmp_path / str(number), "eagle", keys, **built)
         found.append(resolve(repository).groups[0].engine.scheduler.speculation)
 
-    assert (found[0].growth, found[0].tree) == (Growth(3, 4, 9), ())
+    assert (found[0].dynamic_limits, found[0].tree) == (DynamicTreeLimits(3, 4, 9), ())
     # Choices of the repository replace the tree of the build.
-    assert (found[1].growth, found[1].tree) == (None, ((0,), (1,)))
+    assert (found[1].dynamic_limits, found[1].tree) == (None, ((0,), (1,)))
 
 
 @pytest.mark.parametrize(

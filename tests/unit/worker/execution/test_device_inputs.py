@@ -129,10 +129,10 @@ def test_steps_in_flight_have_turns_of_their_own(both):
     compare(*both, decide([(2, 0, 33)], [0], [first], blocks))
     _, device = both
     turns = []
-    for _ in range(device.num_turns):
+    for _ in range(device.num_ring_slots):
         device.prepare(decide([(2, 33, 1)], [0], num_decodes=1))
-        turns.append(device.turn)
-        assert device.turn_on_device.item() == device.turn
+        turns.append(device.ring_slot)
+        assert device.ring_slot_on_device.item() == device.ring_slot
 
     assert sorted(turns) == [0, 1, 2]
 

@@ -81,7 +81,7 @@ def test_a_gpu_finds_the_same_places_and_pads_in_the_spare_block(most):
         count = len(decision.proposals)
         cpu.send(decision, batch.prepare(decision), ids, count)
         gpu.send(decision, device.prepare(decision), ids, NUM_ROWS)
-        expected, found = cpu.places(count), gpu.places(NUM_ROWS)
+        expected, found = cpu.batch(count), gpu.batch(NUM_ROWS)
         drafts = torch.from_numpy(rng.integers(2, 99, (NUM_ROWS, most)))
         cpu.store(drafts[:count], expected)
         gpu.store(drafts, found)

@@ -142,7 +142,7 @@ def test_a_gpu_makes_rows_of_trees_and_follows_paths_as_the_cpu_does(name):
         count = len(decision.proposals)
         cpu.send(decision, wanted, ids, count)
         gpu.send(sent, told, ids, count)
-        expected, found = cpu.places(count), gpu.places(count)
+        expected, found = cpu.batch(count), gpu.batch(count)
         for field in ("sampled", "next_ids", "rows", "positions", "slots", "lengths"):
             assert torch.equal(getattr(found, field), getattr(expected, field)), field
     assert max(lengths) > 0

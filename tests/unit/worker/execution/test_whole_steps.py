@@ -133,7 +133,7 @@ def test_graphs_serve_steps_of_rows_that_need_draws_alone(runner, monkeypatch):
     # A step that computes known output does not sample all rows.
     assert replays.of(step(3, 4, sampled=[1, 2])) is None
     drafted = step(3, 4)
-    drafted.draft_rules = [DraftRule(places=int32s([0]), token_ids=int32s([1]))]
+    drafted.draft_rules = [DraftRule(sampled_rows=int32s([0]), token_ids=int32s([1]))]
     assert replays.of(drafted) is None
 
 

@@ -48,11 +48,11 @@ class Verifier:
         own_row = np.repeat(np.arange(CHAINS, dtype=np.int32), width)
         known = (lengths[:, None] + np.arange(width)).reshape(-1).astype(np.int32)
         batch = self.rows.batch(own_row, known)
-        places = np.arange(CHAINS * width).reshape(CHAINS, width)[:, :-1]
+        rows = np.arange(CHAINS * width).reshape(CHAINS, width)[:, :-1]
         logits = self.drafts[path[:, :-1].reshape(-1)].astype(np.float32)
         batch.draft_rules = [
             DraftRule(
-                places=int32s(places.reshape(-1)),
+                sampled_rows=int32s(rows.reshape(-1)),
                 token_ids=int32s(path[:, 1:].reshape(-1)),
                 threshold=threshold,
                 logits=logits if has_logits else None,

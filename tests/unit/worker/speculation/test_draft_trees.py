@@ -12,14 +12,14 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.draft_tree import (
     MC_SIM_7B_63,
     DraftTree,
-    GrownTree,
-    Growth,
+    DynamicTree,
+    DynamicTreeLimits,
     accepted_path,
     read_choices,
     tree_of,
 )
 from trimaran.worker.config.speculation_config import SpeculationConfig
-from trimaran.worker.execution.grown_trees import Candidates, likeliest_nodes, tree_words
+from trimaran.worker.execution.dynamic_trees import Candidates, likeliest_nodes, tree_words
 from trimaran.worker.speculation.controller import DraftController
 from trimaran.worker.speculation.tree_rates import NodeRates, TreeRates
 
@@ -91,19 +91,19 @@ def test_what_is_no_tree_is_refused_with_its_value(text, complaint):
     assert str(caught.value).startswith(f"eagle_choices is {text[:1000]!r}"[:1000])
 
 
-def test_a_grown_tree_has_the_masks_and_the_first_path_of_its_parents():
+def test_a_dynamic_tree_has_the_masks_and_the_first_path_of_its_parents():
     rng = random.Random(5)
     for _ in range(20):
         tree = random_tree(rng)
-        grown = GrownTree(list(tree.parents))
+        dynamic = DynamicTree(list(tree.parents))
         ids = array("i", range(tree.num_nodes))
-        assert tuple(grown.masks) == tree.masks
-        assert grown.chain_of(ids) == tree.chain_of(ids)
+        assert tuple(dynamic.masks) == tree.masks
+        assert dynamic.chain_of(ids) == tree.chain_of(ids)
         words = tree_words(torch.tensor([tree.parents, tree.parents]), tree.depth)
         assert words.tolist() == [list(tree.masks)] * 2
         for node in range(-1, tree.num_nodes):
             count = rng.randrange(node + 1, tree.num_nodes + 1)
-            assert grown.first_child(node, count) == tree.first_child(node, count)
+            assert dynamic.first_child(node, count) == tree.first_child(node, count)
 
 
 def test_the_likeliest_nodes_are_a_tree_whose_nodes_follow_their_parents():
@@ -154,16 +154,16 @@ def test_trees_that_cannot_grow_are_refused(fields, complaint):
         SpeculationConfig(**{**values, **fields})
 
 
-def test_a_grown_tree_has_no_more_nodes_than_candidates():
+def test_a_dynamic_tree_has_no_more_nodes_than_candidates():
     config = SpeculationConfig(
         drafter="eagle", draft_dir="/x", max_draft_tokens=60, tree_width=3, tree_depth=3
     )
-    assert (config.max_draft_tokens, config.growth) == (21, Growth(3, 3, 21))
+    assert (config.max_draft_tokens, config.dynamic_limits) == (21, DynamicTreeLimits(3, 3, 21))
     # No more nodes of a depth are expanded than the tree has.
     wide = SpeculationConfig(
         drafter="eagle", draft_dir="/x", max_draft_tokens=5, tree_width=60, tree_depth=5
     )
-    assert wide.growth == Growth(5, 5, 5)
+    assert wide.dynamic_limits == DynamicTreeLimits(5, 5, 5)
 
 
 def config_of(most, **values):
@@ -175,10 +175,10 @@ def test_a_network_drafts_some_numbers_of_first_nodes():
     chosen = config_of(64, tree=MC_SIM_7B_63)
     assert chosen.drafted_counts == [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 63]
     # A tree of more nodes than its width and depth takes as many passes as the largest one.
-    grown = config_of(20, tree_width=3, tree_depth=4)
-    assert grown.drafted_counts == [1, 2, 3, 20]
-    assert grown.growth.first(2) == Growth(2, 2, 2)
-    assert grown.growth.first(20) == grown.growth
+    dynamic = config_of(20, tree_width=3, tree_depth=4)
+    assert dynamic.drafted_counts == [1, 2, 3, 20]
+    assert dynamic.dynamic_limits.first(2) == DynamicTreeLimits(2, 2, 2)
+    assert dynamic.dynamic_limits.first(20) == dynamic.dynamic_limits
     beams = SpeculationConfig(
         drafter="redrafter", draft_dir="/x", max_draft_tokens=20, tree_width=4, tree_depth=5
     )

@@ -21,7 +21,7 @@ from tests.unit.worker.speculation.test_networks import (
     make_engine,
 )
 from tests.unit.worker.speculation.tree_reference import (
-    EagleGrown,
+    EagleDynamic,
     EagleTree,
     Growing,
     MedusaTree,
@@ -42,7 +42,7 @@ def tree_by(kind, folders, tree, **fields):
     )
 
 
-def grown_by(kind, folders, growing, **fields):
+def dynamic_by(kind, folders, growing, **fields):
     """The configuration of one kind of network that grows trees."""
     return SpeculationConfig(
         drafter=kind, draft_dir=str(folders[kind]), max_draft_tokens=len(growing.choices),
@@ -114,12 +114,12 @@ def test_eagle_trees_are_drafted_and_verified_as_the_plain_loop_does(
 @pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "redrafter"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "a window"])
-def test_grown_trees_change_no_output(target_folder, networks, kind, way):
+def test_dynamic_trees_change_no_output(target_folder, networks, kind, way):
     rng = random.Random(way)
     asked = [draw(rng) for _ in range(40)]
     expected = serve(make_engine(target_folder, SpeculationConfig(), **WAYS[way]), asked)
 
-    config = grown_by(kind, networks, Growing(3, 4, 12))
+    config = dynamic_by(kind, networks, Growing(3, 4, 12))
     driver = make_engine(target_folder, config, **WAYS[way])
     check(serve(driver, asked), expected)
 
@@ -136,7 +136,7 @@ def test_beams_are_those_of_the_plain_loop(target, target_folder, networks, most
     head.growing = Growing(16, 3, most)
     told = [generate_by_tree(target, head, prompt, 40, head.growing) for prompt in prompts]
 
-    config = grown_by("redrafter", networks, head.growing)
+    config = dynamic_by("redrafter", networks, head.growing)
     outputs, counts = count_with(make_engine(target_folder, config), prompts, 40)
 
     assert outputs == [ids for ids, _ in told]
@@ -150,15 +150,15 @@ def test_beams_are_those_of_the_plain_loop(target, target_folder, networks, most
     "changes",
     [{}, {"max_num_batched_tokens": 16}, {"tokens_per_block": 4, "max_tokens": 240}],
 )
-def test_grown_trees_are_those_of_the_plain_loop(target, target_folder, tmp_path, changes):
+def test_dynamic_trees_are_those_of_the_plain_loop(target, target_folder, tmp_path, changes):
     folder = random_eagle(tmp_path / "head", target.config, draft_vocab=VOCAB, scale=0.2)
     prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 7)]
     growing = Growing(4, 3, 10)
-    head = EagleGrown(folder, target, (2, 3, 3))
+    head = EagleDynamic(folder, target, (2, 3, 3))
     head.growing = growing
     told = [generate_by_tree(target, head, prompt, 40, growing) for prompt in prompts]
 
-    config = grown_by("eagle", {"eagle": folder}, growing)
+    config = dynamic_by("eagle", {"eagle": folder}, growing)
     driver = make_engine(target_folder, config, **changes)
     outputs, counts = count_with(driver, prompts, 40)
 
@@ -171,20 +171,20 @@ def test_grown_trees_are_those_of_the_plain_loop(target, target_folder, tmp_path
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
-@pytest.mark.parametrize("form", ["chosen", "chain first", "grown"])
+@pytest.mark.parametrize("form", ["chosen", "chain first", "dynamic"])
 def test_a_request_for_few_nodes_gets_the_first_ones_of_the_plain_loop(form, count):
     base, folder = EXAMPLES / "demo_models" / "base", EXAMPLES / "draft_heads" / "eagle"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     prompt = Tokenizer.from_file(str(base / "tokenizer.json")).encode("The king said to").ids
     whole = SMALL if form == "chosen" else tree_of([[0, 0, 0, 0], [1], [0, 1], [1, 0], [2]])
     few, head = whole.first(count), EagleTree(folder, model, (2, 4, 5))
-    if form == "grown":
+    if form == "dynamic":
         whole, few = Growing(4, 4, 9), Growing(4, 4, count)
-        head = EagleGrown(folder, model, (2, 4, 5))
+        head = EagleDynamic(folder, model, (2, 4, 5))
         head.growing = whole
     output, told = generate_by_tree(model, head, prompt, 40, few)
 
-    make = grown_by if form == "grown" else tree_by
+    make = dynamic_by if form == "dynamic" else tree_by
     driver = make_engine(base, make("eagle", {"eagle": folder}, whole))
     asked = driver.submit(prompt, max_tokens=40, top_k=1, max_draft_tokens=count)
     driver.run(max_steps=100_000)
@@ -195,15 +195,15 @@ def test_a_request_for_few_nodes_gets_the_first_ones_of_the_plain_loop(form, cou
     assert counts.num_accepted
 
 
-def test_grown_trees_of_the_shipped_head_accept_what_the_plain_loop_accepts():
+def test_dynamic_trees_of_the_shipped_head_accept_what_the_plain_loop_accepts():
     base, folder = EXAMPLES / "demo_models" / "base", EXAMPLES / "draft_heads" / "eagle"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     prompt = Tokenizer.from_file(str(base / "tokenizer.json")).encode("The king said to").ids
-    head = EagleGrown(folder, model, (2, 4, 5))
+    head = EagleDynamic(folder, model, (2, 4, 5))
     head.growing = Growing(4, 4, 9)
     output, told = generate_by_tree(model, head, prompt, 60, head.growing)
 
-    config = grown_by("eagle", {"eagle": folder}, head.growing)
+    config = dynamic_by("eagle", {"eagle": folder}, head.growing)
     outputs, counts = count_with(make_engine(base, config), [prompt], 60)
 
     assert outputs == [output]

@@ -55,7 +55,7 @@ class Growing:
         self.width, self.depth, self.choices = width, depth, range(num_nodes)
 
 
-class EagleGrown(EagleReference):
+class EagleDynamic(EagleReference):
     """The dynamic trees of EAGLE-2. A node is the path of the tokens to it."""
 
     growing: Growing
