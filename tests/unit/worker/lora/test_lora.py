@@ -43,12 +43,12 @@ def use_gpu_kernels(driver):
     manager.is_packed = runner.adapters.is_packed
     forward = runner._forward
 
-    def launch(inputs, num_decodes, *others):
+    def launch(inputs, num_decodes, *others, **options):
         if not runner.model.adapters.has_tokens or num_decodes != len(inputs.token_ids):
-            return forward(inputs, num_decodes, *others)
+            return forward(inputs, num_decodes, *others, **options)
         runner.adapters.prepare(4)
         with runner.adapters.captured(4):
-            return forward(inputs, num_decodes, *others)
+            return forward(inputs, num_decodes, *others, **options)
 
     runner._forward = launch
 

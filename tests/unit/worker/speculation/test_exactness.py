@@ -145,6 +145,7 @@ def test_drafts_of_the_text_change_no_output(make_engine, way, drafts):
     assert 0 < counts.num_accepted < counts.num_tokens
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("num_requests", [60, 1000])
 @pytest.mark.parametrize("drafter", ["ngram", "lookahead", "eagle", "draft_model", "medusa"])

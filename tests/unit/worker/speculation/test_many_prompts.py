@@ -26,6 +26,7 @@ PARTS = [(12, 40, 0), *((50, 256, seed) for seed in range(1, 21))]
 """Prompts, tokens of each and the seed, of the cut in `make test` and of all thousand."""
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part[0]} prompts, {part[2]}")
 def test_drafts_of_every_kind_change_no_token_of_many_prompts(part, tmp_path):
