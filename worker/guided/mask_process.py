@@ -103,6 +103,8 @@ class MaskProcess:
         self._lender = lender
         self.num_bytes = 0
         """Memory of its own after the last guide was compiled."""
+        self.idle_since = 0.0
+        """When the last request returned it, on the monotonic clock."""
         self.has_ended = False
         self.patience_s = _PATIENCE_S
         """How long steps may still wait for masks of this process, all together."""

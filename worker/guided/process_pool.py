@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -34,6 +35,8 @@ _MAX_BYTES, _BYTES, _BYTES_AN_ID = 2 << 30, 96 << 20, 15 << 10
 1.9 GiB for 128,256 ids."""
 _MAX_IDLE = 16
 """Processes that keep a compiled guide which no request uses."""
+_MAX_IDLE_S = 300.0
+"""Such a process ends after so long: it takes some 5 MB beside its guide."""
 # The process forks, and must have a single thread for this. Heaps of further threads would also
 # count towards a guide's memory limit, with 64 MiB of address space each.
 _ONE_THREAD = dict.fromkeys(
@@ -49,7 +52,7 @@ class GuideProcesses:
     of its process stops a running compiler or matcher of the library. All processes are copies
     of a parent process that has loaded the library and the tokenizer. A process whose guide no
     request uses any more keeps the compiled guide until the process is wanted for another
-    guide.
+    guide, or for five minutes.
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class GuideProcesses:
                 self._changed.wait(_POLL_S)
             if self._process.poll() is not None:
                 self._restart()
+            self._trim()
             num_idle = len(self._blank) + len(self._idle)
             is_full = self._num_lent + num_idle >= self._max_processes
             if self._blank:
@@ -243,23 +247,29 @@ class GuideProcesses:
             if self._is_closed or not process.is_well:
                 process.close()
             else:
+                process.idle_since = time.monotonic()
                 self._idle[key] = process
-                self._trim()
+            self._trim()
             self._changed.notify()
 
     def _trim(self) -> None:
         """End idle processes beyond the limits, the least recently used first."""
         processes = (*self._users, *self._idle.values())
         num_bytes = sum(process.num_bytes for process in processes)
-        while self._idle and (num_bytes > self._max_bytes or len(self._idle) > _MAX_IDLE):
-            process = self._idle.popitem(last=False)[1]
+        expired = time.monotonic() - _MAX_IDLE_S
+        while self._idle:
+            key, process = next(iter(self._idle.items()))
+            is_over = num_bytes > self._max_bytes or len(self._idle) > _MAX_IDLE
+            if not is_over and process.idle_since > expired:
+                return
+            del self._idle[key]
             num_bytes -= process.num_bytes
             process.close()
 
     def _give_back_blank(self, process: MaskProcess) -> None:
         with self._changed:
             self._num_lent -= 1
-            if self._is_closed:
+            if self._is_closed or len(self._blank) + len(self._idle) >= _MAX_IDLE:
                 process.close()
             else:
                 self._blank.append(process)

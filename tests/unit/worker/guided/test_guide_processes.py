@@ -15,6 +15,7 @@ import pytest
 from tests.unit.worker.guided_engine import MODEL, ROOT, slow_schema, texts
 from trimaran.comm.errors import RequestError
 from trimaran.worker.config.engine_config import GuidedConfig
+from trimaran.worker.guided import process_pool
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.library import Library
 from trimaran.worker.guided.process_pool import GuideProcesses
@@ -186,6 +187,19 @@ def test_compiler_processes_that_end_are_replaced(compiler, processes):
         slow.result(PATIENT_S)
     # Its process was idle, and is no more.
     compiler.submit("regex", "ready").result(PATIENT_S).release()
+
+
+def test_a_process_whose_guide_is_not_used_ends_in_time(compiler, processes, monkeypatch):
+    compiler.submit("regex", "kept").result(PATIENT_S).release()
+    kept = processes.copies()
+    assert kept
+    compiler.submit("regex", "kept").result(PATIENT_S).release()
+    assert processes.copies() == kept
+    with monkeypatch.context() as patch:
+        patch.setattr(process_pool, "_MAX_IDLE_S", 0.0)
+        compiler.submit("regex", "other").result(PATIENT_S).release()
+        assert all_end(kept)
+    compiler.submit("regex", "other").result(PATIENT_S).release()
 
 
 PROGRAM = """
