@@ -120,7 +120,7 @@ def test_streams_of_grpc_that_outlast_the_drain_end_with_an_error(fresh_server):
 def test_a_pending_message_arrives_before_the_error_of_the_drain(fresh_server, count):
     server = fresh_server
     long = repeat_request("long", count, 50)
-    long.inputs[0].contents.bytes_contents[0] = b"a" * (12 << 20)
+    long.inputs[0].contents.bytes_contents[0] = b"a" * (11 << 20)
     options = [("grpc.max_receive_message_length", -1)]
     with grpc.insecure_channel(server.grpc_url, options) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -129,7 +129,7 @@ def test_a_pending_message_arrives_before_the_error_of_the_drain(fresh_server, c
         assert responses.initial_metadata() is not None
         server.run(_abort_running(server))
         first, *others = responses
-    assert len(first.infer_response.raw_output_contents[0]) > 12 << 20
+    assert len(first.infer_response.raw_output_contents[0]) > 11 << 20
     # A complete stream has no error.
     assert [other.error_message for other in others] == [GIVEN_UP] * (count > 1)
     assert responses.code() is grpc.StatusCode.OK
