@@ -74,7 +74,7 @@ def test_draws_are_those_of_the_cpu(vocab_size, dtype):
 
 
 @pytest.mark.parametrize("has_filters", [False, True])
-def test_told_ids_are_the_draws_and_go_to_the_table_and_to_the_turn_of_the_host(has_filters):
+def test_stored_ids_are_the_draws_and_go_to_the_table_and_to_the_ring_slot(has_filters):
     filters = {"top_k": 5, "top_p": 0.9} if has_filters else {"top_p": 1.0}
     params = [
         SamplingParams(**filters, temperature=temperature, seed=7)
