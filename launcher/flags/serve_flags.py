@@ -252,7 +252,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         (
             "--max-num-tokens",
             "tokens a step computes at most",
-            "the folder's; CPUs: up to 512",
+            "the folder's; CPUs: up to 256",
         ),
         ("--tokens-per-block", "tokens of a KV cache block", "the folder's"),
     ):

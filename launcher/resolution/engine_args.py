@@ -44,7 +44,7 @@ _POLICIES = {
 _DEFAULT_POLICY = "guaranteed_no_evict"
 _HUGGINGFACE_MAX_NUM_SEQS = 256
 
-_CPU_STEP_TOKENS = 512
+_CPU_STEP_TOKENS = 256
 """Tokens in a step of CPUs unless ``--max-num-tokens`` says otherwise: running requests wait
 for the prompts of the step."""
 

@@ -9,8 +9,8 @@ from launcher_repository import resolve, write_engine, write_model
 @pytest.mark.parametrize(
     ("flags", "chunks", "built_seqs", "expected"),
     [
-        (("--device", "cpu"), True, 2048, 512),
-        (("--device", "cpu"), True, 16, 512),
+        (("--device", "cpu"), True, 2048, 256),
+        (("--device", "cpu"), True, 16, 256),
         (("--device", "cpu"), True, 1024, 1024),
         (("--device", "cpu"), False, 2048, 8192),
         (("--device", "cpu", "--max-num-tokens", "4096"), True, 2048, 4096),
