@@ -38,8 +38,8 @@ ATTN_Q = 1
 ROW = 512
 """Weights of `ATTN_Q` at rank 1."""
 
-LARGEST = 60 << 20
-"""Bytes of a body just below the default limit of HTTP bodies."""
+LARGEST = 44 << 20
+"""Bytes of an adapter just below the default limit of gRPC messages."""
 
 Tensors = dict[str, tuple[str, Any]]
 
@@ -163,7 +163,7 @@ def _row_with(value: float) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Tensors], str]] = {
-    "millions of rows": (lambda: _rows(4_000_000), "lora_config has 4000000 rows"),
+    "millions of rows": (lambda: _rows(3_000_000), "lora_config has 3000000 rows"),
     "a hundred thousand rows": (lambda: _rows(100_000), "lora_config has 100000 rows"),
     "one module twice": (lambda: _rows(2), "attn_q) of layer 0 stands there twice"),
     "a rank of a million": (
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensors], str]] = {
         lambda: _adapter(config=[[ATTN_Q, 0, -(2**31)]]),
         "adapter size -2147483648 must be 1 to",
     ),
-    "60 MB and the lowest rank": (
+    "44 MB and the lowest rank": (
         lambda: _long(config=[[ATTN_Q, 0, -(2**31)]]), "adapter size -2147483648 must be 1 to"
     ),
     "rank 0": (lambda: _adapter(config=[[ATTN_Q, 0, 0]]), "adapter size 0 must be 1 to"),
@@ -226,9 +226,9 @@ REFUSED: dict[str, tuple[Callable[[], Tensors], str]] = {
         lambda: {**_long(), "lora_name": ("BYTES", np.array([[b"north"]], object))},
         "lora_name is set beside",
     ),
-    "a name of 60 MB": (
+    "a name of 44 MB": (
         lambda: {"lora_name": ("BYTES", np.array([[b"n" * LARGEST]], object))},
-        "lora_name has 62914560 bytes",
+        "lora_name has 46137344 bytes",
     ),
     "a name that leaves the folder": (
         lambda: {"lora_name": ("BYTES", np.array([[b"../../../../etc"]], object))},
@@ -294,7 +294,7 @@ def test_rows_with_long_padding_are_refused_and_not_kept(server, capsys):
         found = [_post(server, _long(task=100 + number)) for number in range(4)]
     for status, text in found:
         assert status == 400, text
-        assert "a row of lora_weights has 31457280 weights, but the model's largest" in text
+        assert "a row of lora_weights has 23068672 weights, but the model's largest" in text
 
 
 @pytest.mark.parametrize(("protocol", "count"), [("http", 2), ("grpc", 1)])
@@ -304,7 +304,7 @@ def test_long_adapters_at_once_take_little_memory(server, protocol, count, capsy
     adapters = [_long(task=200 + number) for number in range(count)]
     with _undisturbed(server, capsys), ThreadPoolExecutor(count) as clients:
         found = list(clients.map(lambda one: str(ask(server, one)), adapters))
-    assert all("a row of lora_weights has 31457280 weights" in each for each in found), found
+    assert all("a row of lora_weights has 23068672 weights" in each for each in found), found
 
 
 def test_a_thousand_adapters_disturb_no_other_request(server, capsys):

@@ -155,9 +155,9 @@ REFUSED: dict[str, tuple[Callable[[], tuple[str, bytes]], str]] = {
         lambda: (GENERATE, _ensemble(text_input="a " * 4_000_000)),
         "Prompt length exceeds maximum input length (896): input 'text_input' has 8000000",
     ),
-    "60 MB of text": (
-        lambda: (GENERATE, _ensemble(text_input="a " * 30_000_000)),
-        "Prompt length exceeds maximum input length (896): input 'text_input' has 60000000",
+    "44 MB of text": (
+        lambda: (GENERATE, _ensemble(text_input="a " * 22_000_000)),
+        "Prompt length exceeds maximum input length (896): input 'text_input' has 44000000",
     ),
     "words that are long": (
         lambda: (GENERATE, _ensemble(stop_words=["a " * 500_000])),
