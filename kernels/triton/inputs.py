@@ -57,8 +57,8 @@ def _word_of(words, num_entries, own_words, entry, is_real):  # type: ignore[no-
     low = tl.load(words + 2 * entry, mask=is_real, other=-1).to(tl.int64)
     high = tl.load(words + 2 * entry + 1, mask=is_real, other=-1).to(tl.int64)
     word = (high << 32) | (low & 0xFFFFFFFF)
-    is_untold = word == 0
-    word = tl.where(is_untold, tl.load(own_words + node, mask=is_untold, other=-1), word)
+    is_unknown = word == 0
+    word = tl.where(is_unknown, tl.load(own_words + node, mask=is_unknown, other=-1), word)
     bits = (word >> tl.arange(0, 64).to(tl.int64)) & 1
     return word, 64 - tl.sum(bits, 0).to(tl.int32), node
 

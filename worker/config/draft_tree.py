@@ -236,7 +236,7 @@ class DynamicTree:
 
 AnyTree = DraftTree | DynamicTree
 
-UNTOLD = 0
+UNKNOWN_MASK = 0
 """In place of a node's mask: ranks have the mask of their own tree. No mask is 0."""
 
 
@@ -275,11 +275,11 @@ def accepted_path(
 
 
 def row_masks(tree: AnyTree | None, count: int) -> List[int]:
-    """`DraftTree.masks` of the first ``count`` nodes, or of a chain for None; `UNTOLD` if ranks
-    alone know the tree."""
+    """`DraftTree.masks` of the first ``count`` nodes, or of a chain for None; `UNKNOWN_MASK` if
+    ranks alone know the tree."""
     if tree is None:
         return [-1] * count
-    return tree.masks[:count] if tree.parents else [UNTOLD] * count
+    return tree.masks[:count] if tree.parents else [UNKNOWN_MASK] * count
 
 
 def tree_of(choices: List[List[int]]) -> DraftTree:

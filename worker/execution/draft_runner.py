@@ -242,8 +242,8 @@ class DraftRunner:
     def _token_indices(self, inputs: StepInputs, decision: SchedulerOutput) -> Tensor:
         """int64 [T]: the index of each token of a step in the flat token table."""
         indices = to_device(_token_indices(decision, self._row_len), self._inputs.device)
-        is_untold = len(decision.behind_drafts) > 0 or inputs.tree_masks is not None
-        if is_untold and inputs.rows is not None:
+        is_unknown = len(decision.behind_drafts) > 0 or inputs.tree_masks is not None
+        if is_unknown and inputs.rows is not None:
             # The device alone has the positions of these decodes.
             count = decision.num_decodes
             rows = inputs.rows[:count].long()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.cpu.sampling import CpuSampling
-from trimaran.worker.config.draft_tree import UNTOLD
+from trimaran.worker.config.draft_tree import UNKNOWN_MASK
 from trimaran.worker.steps.staging import StagingRing, StepArrays, to_device
 from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput, int32s
 
@@ -143,13 +143,13 @@ class InputBatch:
         """The decision with exact numbers of computed tokens and with the masks of dynamic
         trees, once the preceding step has ended."""
         words = np.ascontiguousarray(decision.tree_masks).view(np.int64)[:, 0]
-        is_untold = words == UNTOLD
-        if is_untold.any():
+        is_unknown = words == UNKNOWN_MASK
+        if is_unknown.any():
             end = decision.num_decodes
             rows, nodes = decision.rows[end - len(words) : end], decision.draft_nodes
-            own = self.tree_words.numpy()[rows[is_untold], nodes[is_untold]]
+            own = self.tree_words.numpy()[rows[is_unknown], nodes[is_unknown]]
             words = words.copy()
-            words[is_untold] = own
+            words[is_unknown] = own
             masks = words.view(np.int32).reshape(-1, 2)
             decision = replace(decision, tree_masks=masks)
         behind = decision.behind_drafts

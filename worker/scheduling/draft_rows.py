@@ -264,7 +264,7 @@ class DraftRows:
         if sequence.num_pending > 1:
             # A step in flight samples another id, behind which ranks draft themselves.
             is_known = self._stays_on_device(drafts)
-            count = drafts.num_untold(step - 1) if is_known else 0
+            count = drafts.num_unknown(step - 1) if is_known else 0
             return array("i", [0]) * min(count, most)
         if sequence.guide is not None:
             return array("i", sequence.guide.draft_ids[:most])

@@ -22,7 +22,7 @@ class SequenceDrafts:
     """
 
     __slots__ = (
-        "_asked", "_guess_rate", "_is_put_off", "_lookahead", "_network", "_rate", "_untold",
+        "_asked", "_guess_rate", "_is_put_off", "_lookahead", "_network", "_rate", "_unknown",
         "drafter", "most", "tree", "unverified", "unverified_at", "unverified_tree",
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ class SequenceDrafts:
         self.unverified_at = 0
         self.unverified_tree: AnyTree | None = None
         self._asked = 0, 0
-        self._untold: DraftRun | None = None
+        self._unknown: DraftRun | None = None
         self._is_put_off = False
 
     @property
@@ -133,7 +133,7 @@ class SequenceDrafts:
         """A network drafts ``count`` ids after ``step``."""
         self._asked = step, count
 
-    def num_untold(self, step: int) -> int:
+    def num_unknown(self, step: int) -> int:
         """Ids that a network drafts after ``step``, whose result the host does not have."""
         asked, count = self._asked
         return count if asked == step else 0
@@ -145,7 +145,7 @@ class SequenceDrafts:
 
     def await_ids(self, run: DraftRun) -> None:
         """A step verifies drafts whose ids the host does not have yet."""
-        self._untold = run
+        self._unknown = run
 
     def arrived(
         self,
@@ -156,8 +156,8 @@ class SequenceDrafts:
     ) -> None:
         """A network's ids are here, with its ``tree`` if that is dynamic. If the next
         step was not planned without them, it may verify the first ``num_usable``."""
-        run, is_put_off = self._untold, self._is_put_off
-        self._untold, self._is_put_off = None, False
+        run, is_put_off = self._unknown, self._is_put_off
+        self._unknown, self._is_put_off = None, False
         if tree is not None:
             self.tree = tree
         if run is not None:

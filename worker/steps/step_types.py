@@ -201,7 +201,7 @@ class SchedulerOutput:
 
     tree_masks: Int32Array = field(default_factory=lambda: int32s((), 2))
     """[num_drafts, 2]: `DraftTree.masks` of the draft rows, the lower half first; -1 in chains,
-    and 0 (`draft_tree.UNTOLD`) where ranks have the masks of the tree that they grew last.
+    and 0 (`draft_tree.UNKNOWN_MASK`) where ranks have the masks of their last dynamic tree.
     Only engines whose drafts are trees send them. ``num_computed_tokens`` of these rows are
     slots, of which a tree has one for each node."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimaran.worker.attention.backend import KVCacheSpec
-from trimaran.worker.config.draft_tree import MC_SIM_7B_63, UNTOLD, DraftTree, tree_of
+from trimaran.worker.config.draft_tree import MC_SIM_7B_63, UNKNOWN_MASK, DraftTree, tree_of
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_inputs import DraftInputs
 from trimaran.worker.execution.input_batch import InputBatch
@@ -50,7 +50,7 @@ def decide(rng, tree, told=()):
             if told and rng.random() < 0.5:
                 for inputs in told:
                     inputs.tree_words[row, :count] = torch.tensor(masks)
-                masks = [UNTOLD] * count
+                masks = [UNKNOWN_MASK] * count
             words += masks
             runs.append((place, first, count))
         proposals.append((place, first if count else 0, count, length + 90, 3))
