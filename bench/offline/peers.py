@@ -218,8 +218,8 @@ def _vllm(work: PeerRun) -> Generate:
         max_num_batched_tokens=work.max_num_tokens,
         max_model_len=max(load.isl + load.osl for load in work.loads),
         gpu_memory_utilization=work.gpu_memory,
-        quantization=None if work.quantization == "none" else work.quantization,
         kv_cache_dtype="auto" if work.kv_cache_dtype in FLOATS else work.kv_cache_dtype,
+        **_vllm_quantization(work.quantization),
     )
 
     def generate(prompts: Prompts, count: int) -> int:
@@ -234,6 +234,35 @@ def _vllm(work: PeerRun) -> Generate:
         return sum(len(each.outputs[0].token_ids) for each in made)
 
     return generate
+
+
+_VLLM_BITS = {"int4": 4, "int8": 8}
+
+
+def _vllm_quantization(name: str) -> dict[str, Any]:
+    """Flags of vLLM for random weights in one of our formats.
+
+    vLLM does not round floats to integers. The folder's configuration names a GPTQ checkpoint
+    instead, with the groups of ours: vLLM multiplies such weights by its Marlin kernels.
+    """
+    if name == "none":
+        return {}
+    if name not in _VLLM_BITS:
+        return {"quantization": name}
+    checkpoint = {
+        "quant_method": "gptq",
+        "bits": _VLLM_BITS[name],
+        "group_size": 128 if name == "int4" else -1,
+        "desc_act": False,
+        "sym": True,
+    }
+    return {"hf_overrides": {"quantization_config": checkpoint}}
+
+
+def vllm_formats(*, is_random: bool) -> tuple[str, ...]:
+    """The formats of ``--quantization`` in which vLLM holds a folder's float weights, or random
+    ones."""
+    return ("fp8", *_VLLM_BITS) if is_random else ("fp8",)
 
 
 _ENGINES: dict[str, Callable[[PeerRun], Generate]] = {

@@ -33,7 +33,7 @@ from trimaran.bench.offline.flags import (
     shape_name,
 )
 from trimaran.bench.offline.load import Load
-from trimaran.bench.offline.peers import PeerRun, check_installed, run_peer
+from trimaran.bench.offline.peers import PeerRun, check_installed, run_peer, vllm_formats
 from trimaran.bench.results import results
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.tables.product_table import Bytes
@@ -187,7 +187,8 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
     profile = profile_config(args)
     for name in _peer_names(args):
         check_installed(name)
-        if args.quantization not in ("none", *(["fp8"] if name == "vllm" else [])):
+        formats = vllm_formats(is_random=not args.model) if name == "vllm" else ()
+        if args.quantization not in ("none", *formats):
             raise ConfigError(
                 f"--peer {name} does not quantize float weights as --quantization "
                 f"{args.quantization} does: leave one of them out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,12 +44,12 @@ _MAX_STAGES = 16
 _MEDIUM_ROWS, _MANY_ROWS = 6, 48
 """An expert's average number of rows from which runs have up to 64 and 128 rows."""
 
-_FEW_TILES = 3000
-"""Tiles of 64 outputs of all experts with rows from which blocks have more warps."""
+_FEW_TILES = 600
+"""Tiles of 64 outputs of all experts with rows from which a warp multiplies more at a time."""
 
-_SHORT_TILES, _LONG_STEPS = 528, 64
-"""Up to four tiles a block with so many units each: a share of tiles of two experts takes twice
-as long as one of one expert, so blocks take whole tiles instead."""
+_BLOCKS, _LONG_STEPS, _IDLE_SHARES = 132, 64, (1, 4)
+"""Where tiles have so many units, and blocks so many tiles, warps of the kernel for few rows
+would be idle too long: blocks of the kernel for many rows take whole tiles instead."""
 
 _WARP_OUTPUTS = 16
 
@@ -77,7 +78,7 @@ class Cut(NamedTuple):
 
 
 _FEW_ROWS = 16
-_FEWEST, _FEW = Cut(_FEW_ROWS, 3, 2), Cut(_FEW_ROWS, 4, 2)
+_FEWEST, _FEW = Cut(_FEW_ROWS, 3, 2), Cut(_FEW_ROWS, 2, 4)
 _MEDIUM, _MANY = Cut(64, 3), Cut(128, 2)
 CUTS = (_FEWEST, _FEW, _MEDIUM, _MANY)
 
@@ -207,7 +208,7 @@ def choose_cut(rows: int, num_experts: int, unit_tiles: int, inner_steps: int) -
     if rows >= _MEDIUM_ROWS * num_experts:
         return _MANY if rows >= _MANY_ROWS * num_experts else _MEDIUM
     tiles = num_experts * (1 - (1 - 1 / num_experts) ** rows) * unit_tiles
-    if tiles <= _SHORT_TILES and inner_steps >= _LONG_STEPS:
+    if inner_steps >= _LONG_STEPS and math.ceil(tiles / _BLOCKS) in _IDLE_SHARES:
         return _MANY
     return _FEW if tiles >= _FEW_TILES else _FEWEST
 
@@ -228,7 +229,8 @@ def multiply(
     ``x`` is contiguous, with at least one row; ``totals`` are int32, the rows of each expert.
     Rows beyond their sum are left unchanged. Weights are rounded once to the dtype of ``x``.
     Safe under graph capture. A row's result depends on neither the other rows nor the cut.
-    ``is_early``: the kernel before this one is such a product with the same totals.
+    ``is_early``: the kernel before this one is such a product with the same totals, or
+    `permute_rows` with ``sorted_first``.
     """
     packing = experts.packing
     assert packing is not None

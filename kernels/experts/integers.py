@@ -66,9 +66,9 @@ class IntegerMixture(NamedTuple):
         by_expert = triton_experts.sort_assignments(ids_TC, num_experts, first_expert)
         totals, positions_TC = by_expert.totals, by_expert.positions
         if gate_up.packing is not None:
-            rows_ND = permute_rows(x_TD, positions_TC)
+            rows_ND = permute_rows(x_TD, positions_TC, sorted_first=True)
             inner_NF = cuda_integer_experts.multiply(
-                rows_ND, gate_up, totals, form, is_gated=True
+                rows_ND, gate_up, totals, form, is_gated=True, is_early=True
             )
         else:
             cut = self._triton_cuts(num_choices, gate_up, down)[0]

@@ -21,15 +21,21 @@ _TILE = 1024
 @triton.jit(do_not_specialize=["x_stride"])  # type: ignore[untyped-decorator,unused-ignore]
 def _permute_kernel(  # type: ignore[no-untyped-def]
     x, positions, permuted, x_stride, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
-    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+    TILE: tl.constexpr, SORTED_FIRST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, i) copies the i-th tile of token t to the rows of its experts."""
+    """Program (t, i) copies the i-th tile of token t to the rows of its experts.
+
+    ``SORTED_FIRST``: the next kernel begins when the kernel before this one has ended.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = columns < WIDTH
     if OVERLAPS:
-        gdc_launch_dependents()
+        if not SORTED_FIRST:
+            gdc_launch_dependents()
         gdc_wait()
+        if SORTED_FIRST:
+            gdc_launch_dependents()
     values = tl.load(x + token * x_stride + columns, mask=is_column)
     for place in tl.static_range(CHOSEN):
         position = tl.load(positions + token * CHOSEN + place).to(tl.int64)
@@ -65,10 +71,12 @@ _permute = Launcher(_permute_kernel)
 _unpermute = Launcher(_unpermute_kernel)
 
 
-def permute_rows(x_TD: Tensor, positions_TC: Tensor) -> Tensor:
+def permute_rows(x_TD: Tensor, positions_TC: Tensor, *, sorted_first: bool = False) -> Tensor:
     """Each token's row at all of its positions, [N, D]; other rows are uninitialised.
 
     Rows of ``x`` are contiguous; positions are int32, negative for experts of other ranks.
+    ``sorted_first``: the kernel after this one may read at once what the sort before has
+    written.
     """
     (num_tokens, width), num_chosen = x_TD.shape, positions_TC.shape[1]
     permuted = torch.empty(
@@ -76,7 +84,8 @@ def permute_rows(x_TD: Tensor, positions_TC: Tensor) -> Tensor:
     )
     tile = min(padded_size(width), _TILE)
     args = (x_TD, positions_TC, permuted, x_TD.stride(0))
-    _permute((num_tokens, num_tiles(width, tile)), args, (width, num_chosen, tile))
+    constants = width, num_chosen, tile, sorted_first
+    _permute((num_tokens, num_tiles(width, tile)), args, constants)
     return permuted
 
 

@@ -116,14 +116,15 @@ def test_the_cuda_kernel_takes_what_its_units_hold():
     assert [each.packing is None for each in stored] == [True, True]
 
 
+@pytest.mark.parametrize("rows", [(1, 0, 140, 33, 90), (1, 7, 0, 8, 9, 2) * 6])
 @pytest.mark.parametrize("cut", cuda_experts.CUTS)
 @pytest.mark.parametrize("kind", ["fp4", "groups", "rows"])
-def test_rows_do_not_depend_on_the_cut_and_on_other_rows(kind, cut):
+def test_rows_do_not_depend_on_the_cut_and_on_other_rows(kind, cut, rows):
     (x, _, _), gate_up, _ = make(kind, 300, "qwen3")
-    gate_up = gate_up[:5]
+    gate_up = gate_up[: len(rows)]
     stored = ops_of("cuda").integer_expert_storage(gate_up, is_gated=True)
-    totals = torch.tensor([1, 0, 140, 33, 90], dtype=torch.int32, device=DEVICE)
-    x = x[:264].contiguous()
+    totals = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    x = x[: sum(rows)].contiguous()
     found = cuda_experts.multiply(x, stored, totals, None, is_gated=True, cut=cut)
     first = 0
     for expert, count in enumerate(totals.tolist()):

@@ -32,11 +32,20 @@ __device__ __forceinline__ int group_runs(const ARGS& args, int rows) {
 // Computed by one warp; the others wait.
 template <class ARGS>
 __device__ __forceinline__ void make_plan(const ARGS& args, Plan& plan) {
+    constexpr int kTurns = (GROUPED_EXPERTS + 31) / 32;
     const int lane = threadIdx.x % 32;
+    int totals[kTurns];  // of the experts of each turn: all loads wait together
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int expert = 32 * turn + lane;
+        totals[turn] = expert < args.experts ? load_total(args.totals + expert) : 0;
+    }
     int rows = 0, groups = 0;
-    for (int first = 0; first < args.experts; first += 32) {
-        const int expert = first + lane;
-        int row_end = expert < args.experts ? load_total(args.totals + expert) : 0;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        if (32 * turn >= args.experts) break;
+        const int expert = 32 * turn + lane;
+        int row_end = totals[turn];
         int group_end = group_runs(args, row_end) * args.column_tiles;
 #pragma unroll
         for (int far = 1; far < 32; far *= 2) {

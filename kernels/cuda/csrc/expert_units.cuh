@@ -63,24 +63,26 @@ __device__ __forceinline__ int columns_of(int rows) {
     return rows <= 64 ? 64 : rows <= 96 ? 96 : 128;
 }
 
-// The step-th units of neighbouring tiles into a stage; `from` is the first unit of the first tile.
-__device__ __forceinline__ void fill_units(const Arguments& args, const UnitRing& ring,
-                                           const unsigned char* from, int count, int step,
+// `count` units into a stage; unit_at(i) is the first byte of the i-th.
+template <class UNIT_AT>
+__device__ __forceinline__ void fill_units(const UnitRing& ring, int count, UNIT_AT unit_at,
                                            u64 policy) {
-    const u64 pitch = static_cast<u64>(args.inner_steps) * kUnitBytes;
-    from += static_cast<u64>(step) * kUnitBytes;
     barrier_wait(ring.released(), ring.parity ^ 1);
     barrier_arrive_expect(ring.filled(), count * kUnitBytes);
 #pragma unroll
-    for (int i = 0; i < kBlockUnits; ++i, from += pitch) {
-        if (i < count) copy_bytes(ring.unit(i), from, kUnitBytes, ring.filled(), policy);
+    for (int i = 0; i < kBlockUnits; ++i) {
+        if (i < count) copy_bytes(ring.unit(i), unit_at(i), kUnitBytes, ring.filled(), policy);
     }
+}
+
+// The bytes of a tile.
+__device__ __forceinline__ u64 tile_bytes(const Arguments& args) {
+    return static_cast<u64>(args.inner_steps) * kUnitBytes;
 }
 
 __device__ __forceinline__ const unsigned char* units_of(const Arguments& args, int expert,
                                                          int tile) {
-    const u64 number = static_cast<u64>(expert) * args.unit_tiles + tile;
-    return args.units + number * args.inner_steps * kUnitBytes;
+    return args.units + (static_cast<u64>(expert) * args.unit_tiles + tile) * tile_bytes(args);
 }
 
 // The tensor maps of x: boxes of a few rows, and of many.
@@ -88,9 +90,11 @@ struct RowMaps {
     const TensorMap *narrow, *wide;
 };
 
-// Rows from `first` on into a stage: as many as an instruction has columns.
-__device__ __forceinline__ void fill_rows(const UnitRing& ring, const RowMaps& maps, int first,
-                                          int columns, int step) {
+// Inputs of a step into a stage, for as many rows as an instruction has columns: row_at(row) is
+// where x has the row-th and those behind it that are copied with it.
+template <class ROW_AT>
+__device__ __forceinline__ void fill_rows(const UnitRing& ring, const RowMaps& maps, int columns,
+                                          int step, ROW_AT row_at) {
     const bool is_wide = columns >= kWide;
     const TensorMap* map = is_wide ? maps.wide : maps.narrow;
     barrier_wait(ring.released(), ring.parity ^ 1);
@@ -99,16 +103,43 @@ __device__ __forceinline__ void fill_rows(const UnitRing& ring, const RowMaps& m
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
             copy_box_2d(ring.x() + panel * kPanelBytes + row * kRowBytes, map, ring.filled(),
-                        step * kUnitInputs + panel * kInner, first + row, kReadByAll);
+                        step * kUnitInputs + panel * kInner, row_at(row), kReadByAll);
         }
     }
 }
 
 // ---- Results.
 
-__device__ __forceinline__ float bias_at(const Arguments& args, u64 at) {
-    return args.bias ? first_of_pair(args.bias[at]) : 0.0f;
+// Whether a column of out exists: the last unit may have fewer.
+__device__ __forceinline__ bool is_column(const Arguments& args, int column) {
+    return column < args.columns;
 }
+
+// The first column of this warp's results in a half of a tile.
+__device__ __forceinline__ int first_column(int tile, int half) {
+    constexpr int kHalves = kIsGated ? 1 : 2;
+    const int warp = threadIdx.x % 128 / 32;
+    return tile * kTileColumns + (warp * kHalves + half) * 8;
+}
+
+// The biases of this lane's two sums of each row: of a gate and an up, or of two columns.
+struct Biases {
+    unsigned short bits[2] = {};
+
+    __device__ __forceinline__ void load(const Arguments& args, int expert, int tile) {
+        if (!args.bias) return;
+        const u64 outputs = static_cast<u64>(args.columns) * (kIsGated ? 2 : 1);
+        const unsigned short* own = args.bias + expert * outputs + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int column = first_column(tile, kIsGated ? 0 : n);
+            if (!is_column(args, column)) return;
+            bits[n] = own[column + (kIsGated ? n * args.columns : 0)];
+        }
+    }
+
+    __device__ __forceinline__ float of(int n) const { return first_of_pair(bits[n]); }
+};
 
 // SwiGLU; with biases that of gpt-oss, which clamps gates and ups, and keeps NaN.
 __device__ __forceinline__ float gated_with(const Arguments& args, float gate, float up) {
@@ -171,17 +202,13 @@ __device__ __forceinline__ void store_columns(const Arguments& args, const WORK&
 // Stores the results of a tile of 64 outputs of a run, a `Work` or a part of one.
 template <int CHUNKS, class WORK>
 __device__ __forceinline__ void store_tile(const Arguments& args, const WORK& work, int tile,
-                                           const float (&sums)[kSums]) {
+                                           const Biases& biases, const float (&sums)[kSums]) {
     constexpr int kHalves = kIsGated ? 1 : 2;
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-        const int column = tile * kTileColumns + (warp * kHalves + half) * 8;
-        // The last unit may have fewer columns.
-        if (column >= args.columns) return;
-        const u64 first = static_cast<u64>(work.expert) * args.columns * (kIsGated ? 2 : 1);
-        const u64 at = first + column + lane / 4;
-        const float bias[2] = {bias_at(args, at), kIsGated ? bias_at(args, at + args.columns) : 0.0f};
+        const int column = first_column(tile, half);
+        if (!is_column(args, column)) return;
+        const float bias[2] = {biases.of(half), biases.of(1)};
         store_columns<CHUNKS>(args, work, column, half, bias, sums);
     }
 }

@@ -49,10 +49,11 @@ __device__ __forceinline__ void copy_units(const Arguments& args, const Plan& pl
         // Behind the last tile the ring keeps what it had, and results are not stored.
         const int count = min(kBlockUnits, args.unit_tiles - first);
         const unsigned char* from = units_of(args, work.expert, first);
+        const u64 pitch = tile_bytes(args);
         // Other runs of the expert read the weights again.
         const u64 policy = work.is_only ? kReadOnce : kReadAgain;
-        for (int n = 0; n < args.inner_steps; ++n, ring.advance()) {
-            fill_units(args, ring, from, count, n, policy);
+        for (int n = 0; n < args.inner_steps; ++n, ring.advance(), from += kUnitBytes) {
+            fill_units(ring, count, [&](int i) { return from + i * pitch; }, policy);
         }
     }
 }
@@ -64,7 +65,7 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Plan& pla
         const Work work(args, plan, group, 0);
         const int columns = columns_of(work.rows);
         for (int n = 0; n < args.inner_steps; ++n, ring.advance()) {
-            fill_rows(ring, maps, work.first_row, columns, n);
+            fill_rows(ring, maps, columns, n, [&](int row) { return work.first_row + row; });
         }
     }
 }
@@ -173,7 +174,10 @@ __device__ __forceinline__ void make_run(const Arguments& args, const Work& work
                                          Multiplier& multiplier, float (&sums)[kSums]) {
     multiplier.multiply<CHUNKS>(is_last, sums);
     const int tile = work.column * kBlockUnits + warpgroup();
-    if (tile < args.unit_tiles) store_tile<CHUNKS>(args, work, tile, sums);
+    if (tile >= args.unit_tiles) return;
+    Biases biases;
+    biases.load(args, work.expert, tile);
+    store_tile<CHUNKS>(args, work, tile, biases, sums);
 }
 
 __device__ __forceinline__ void make_fitting_run(const Arguments& args, const Work& work,
