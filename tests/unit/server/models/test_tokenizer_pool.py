@@ -153,7 +153,8 @@ def _of(pid):
 
 async def test_tokenizer_processes_have_a_lower_priority_than_the_front_end(source):
     await TokenizerPool(1).encode(source, [SHORT], True)
-    assert all(p.nice() > os.nice(0) for p in _processes())
+    lower = min(os.nice(0) + 1, 19)
+    assert all(p.nice() >= lower for p in _processes())
 
 
 @pytest.mark.parametrize("size", [10, 3000, 200_000])
