@@ -84,7 +84,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         help="limit on the logits that streams of a front end hold until clients read them; "
         "beyond the limit the stream that holds most is ended, and likewise the last of "
         "several unary answers (512 tokens of the largest vocabulary, at least "
-        "33554432)")  # fmt: skip
+        "16777216)")  # fmt: skip
     add("--out-of-vocabulary", choices=("refuse", "clamp"), default="refuse",
         help="prompt ids outside the vocabulary: refuse the request, or take the first or last "
         "id; input_lengths beyond the ids: refuse, or take all ids; and an end_id outside: "

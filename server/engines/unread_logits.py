@@ -10,7 +10,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 
 logger = logging.getLogger(__name__)
 
-_MIN_BYTES = 32 << 20
+_MIN_BYTES = 16 << 20
 _MIN_TOKENS = 512
 _LOGITS = ("context_logits", "generation_logits")
 

@@ -11,14 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+
+import tritonclient
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5
 """The sender of a long request waits, and other clients do not."""
 
-_PROGRAM = "import sys; sys.path[:] = filter(None, sys.path); from {} import main; main()"
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    f"from {__name__} import leave_out_clients; leave_out_clients(); "
+    "from {} import main; main()"
+)
 
 
 class HelperProcess:
@@ -52,6 +59,14 @@ class HelperProcess:
     def reap(self) -> None:
         """Return once the process has ended, which takes a while where it has much memory."""
         self._process.wait()
+
+
+def leave_out_clients() -> None:
+    """Let `tritonclient.grpc` have its messages alone. Its client and the gRPC library take 12
+    MB of each process, and a helper calls neither."""
+    package = types.ModuleType("tritonclient.grpc")
+    package.__path__ = [os.path.join(folder, "grpc") for folder in tritonclient.__path__]
+    sys.modules[package.__name__] = package
 
 
 def serve_front_end(serve: Callable[[Connection], None]) -> None:

@@ -23,6 +23,8 @@ from trimaran.server.openai.routes import OpenAiRoute
 from trimaran.server.protocol import json_access
 
 _MAX_IDS = 1 << 20
+_PART = 1 << 16
+"""Items of a long list that are written in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +152,17 @@ class TokensEndpoint:
         found = await tokenizer.encode([wanted.text], add_special is None or add_special)
         longest = facts_of(served.pipeline).get("max_seq_len")
 
+        def text_of(token_id: int) -> bytes:
+            return json_access.dump(tokenizer.token_text(token_id))
+
         def answer() -> bytes:
-            ids = found.ids.tolist()
-            texts = [tokenizer.token_text(token) for token in ids]
-            return json_access.dump(
+            has_texts = wanted.has_token_texts
+            return json_access.dump_in_parts(
                 {
-                    "count": len(ids),
+                    "count": len(found.ids),
                     "max_model_len": longest,
-                    "tokens": ids,
-                    "token_strs": texts if wanted.has_token_texts else None,
+                    "tokens": _list_of(found.ids, b"%d".__mod__),
+                    "token_strs": _list_of(found.ids, text_of) if has_texts else None,
                 }
             )
 
@@ -175,3 +179,15 @@ class TokensEndpoint:
         answer = partial(json_access.dump, {"prompt": text})
         is_short = len(wanted.ids) <= INLINE_IDS
         return answer() if is_short else await tokenizer.in_thread(answer)
+
+
+def _list_of(ids: Ids, write: Callable[[int], bytes]) -> json_access.Fragment:
+    """A list with the JSON of each id. A million ids take little more memory than the list's
+    text: each different id is written once."""
+    different, numbers = np.unique(ids, return_inverse=True)
+    written = [write(token_id) for token_id in different.tolist()]
+    parts = [
+        b",".join([written[number] for number in numbers[start : start + _PART].tolist()])
+        for start in range(0, len(numbers), _PART)
+    ]
+    return json_access.Fragment(b"[%b]" % b",".join(parts))
