@@ -106,7 +106,8 @@ def test_an_exhausted_restart_budget_lets_other_models_finish_and_ends_with_code
 ):
     with serve(repository, tmp_path / "serve.log", "--restart", "never") as ending:
         victim = ending.processes(SINGLE)["rank 0"]
-        doomed, other = ending.stream(SINGLE), ending.stream(PAIR)
+        # The stream that must not end by itself begins last.
+        other, doomed = ending.stream(PAIR), ending.stream(SINGLE)
         victim.kill()
         assert other.finish() == undisturbed[PAIR]
         doomed.join(60)
