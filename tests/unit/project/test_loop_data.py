@@ -155,6 +155,7 @@ PLACES: dict[str, Places] = {
     "inference/forwarded_headers.py": {
         "search": Limit("inference.forwarded_headers.MAX_NAME", 256), "decode": HEAD,
     },
+    "inference/helper_process.py": {"join": OPERATOR},
     "inference/linear_pattern.py": {"match": "one character"},
     "inference/tensor_bytes.py": {
         **_all(ITEMS, "tolist"), **_all(BYTES, "tobytes join encode"),
@@ -230,7 +231,7 @@ PLACES: dict[str, Places] = {
     "openai/parsing/tool_formats.py": _all(ENGINE, "dumps join"),
     "openai/tools.py": {"join": OPERATOR, "dumps": INLINE_BODY, "fullmatch": INLINE_BODY},
     "openai/tokens.py": {
-        **_all(INLINE_IDS, "tolist json_access.dump"), "encode": INLINE_TEXT,
+        **_all(INLINE_IDS, "tolist json_access.dump join"), "encode": INLINE_TEXT,
     },
     # ---- protocol
     "protocol/generate.py": {
