@@ -243,7 +243,7 @@ def _vllm_quantization(name: str) -> dict[str, Any]:
     """Flags of vLLM for random weights in one of our formats.
 
     vLLM does not round floats to integers. The folder's configuration names a GPTQ checkpoint
-    instead, with the groups of ours: vLLM multiplies such weights by its Marlin kernels.
+    instead, with the groups of ours, and vLLM chooses its kernels for such weights.
     """
     if name == "none":
         return {}
