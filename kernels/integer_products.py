@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.kernels.build import KernelsUnavailableError
-from trimaran.kernels.cuda import integer_choice, integer_gemm
+from trimaran.kernels.cuda import integer_choice, integer_gemm, integer_skinny
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import can_multiply
 from trimaran.kernels.cuda.integer_floats import compile_floats, dequantize
-from trimaran.kernels.cuda.integer_units import UnitFormat, can_pack, pack_units
+from trimaran.kernels.cuda.integer_units import UNIT_INPUTS, UnitFormat, can_pack, pack_units
 from trimaran.kernels.integer_columns import Columns, narrowest
 from trimaran.kernels.integer_reference import quantize_inputs
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
@@ -125,10 +125,19 @@ class HopperIntegerProduct(_GpuProduct):
         super().__init__(weight, columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
         self._units = pack_units(weight, columns)
         # Bytes of inputs are multiplied by exact integers.
-        self._can_round = not (is_fixed or has_byte_inputs) and bool(
-            (weight.scales.abs() < _MAX_ROUNDED_SCALE).all()
-        )
+        has_cuts = not (is_fixed or has_byte_inputs)
+        self._can_round = has_cuts and bool((weight.scales.abs() < _MAX_ROUNDED_SCALE).all())
         self._can_gate = self._can_round and is_gated and integer_choice.can_gate(self._units)
+        num_columns = weight.shape[1] if columns.order is None else len(columns.order)
+        takes_few = has_cuts and num_columns % UNIT_INPUTS == 0
+        self._takes_few = takes_few and integer_skinny.can_multiply(self._units, is_gated=False)
+        self._gates_few = (
+            takes_few and is_gated and integer_skinny.can_multiply(self._units, is_gated=True)
+        )
+        if self._takes_few:
+            integer_skinny.compile_variants(self._units, dtype, is_gated=False)
+        if self._gates_few:
+            integer_skinny.compile_variants(self._units, dtype, is_gated=True)
         max_rows = integer_choice.MIN_ROWS - 1 if self._can_round else _FLOAT_ROWS
         integer_gemm.compile_variants(self._units, dtype, max_rows, is_fixed=is_fixed)
         if self._can_round:
@@ -143,13 +152,19 @@ class HopperIntegerProduct(_GpuProduct):
         return self._units.values.nbytes + (0 if order is None else order.nbytes)
 
     def gated(self, x_TD: Tensor) -> Tensor | None:
-        """Many rows, by one kernel."""
-        if not self._can_gate or x_TD.shape[0] < integer_choice.MIN_ROWS:
+        """Few rows and many rows, by one kernel."""
+        rows = x_TD.shape[0]
+        if self._gates_few and 0 < rows <= integer_skinny.MAX_ROWS:
+            x_TK = self._columns.gather(x_TD)
+            return integer_skinny.multiply(x_TK, self._units, None, x_TD.dtype, is_gated=True)
+        if not self._can_gate or rows < integer_choice.MIN_ROWS:
             return None
         return integer_choice.multiply_gated(self._columns.gather(x_TD), self._units)
 
     def _multiply(self, x_TK: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         units, rows = self._units, x_TK.shape[0]
+        if self._takes_few and 0 < rows <= integer_skinny.MAX_ROWS:
+            return integer_skinny.multiply(x_TK, units, bias_E, dtype, is_gated=False)
         is_rounded = self._can_round and dtype == x_TK.dtype
         if is_rounded and rows >= integer_choice.MIN_ROWS:
             return integer_choice.multiply(x_TK, units, bias_E)

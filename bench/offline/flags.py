@@ -115,6 +115,8 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
         "--peer", action="append", choices=("transformers", "vllm"), metavar="NAME",
         help="run it on the same loads too, before ours: transformers, vllm",
     )  # fmt: skip
+    backend = "of --peer vllm: the kernels of its products, such as marlin (vLLM's choice)"
+    parser.add_argument("--vllm-linear-backend", metavar="NAME", help=backend)
 
 
 def shape_name(args: argparse.Namespace) -> str:

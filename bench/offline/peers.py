@@ -44,6 +44,8 @@ class PeerRun:
     threads: int
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    linear_backend: str = ""
+    """The kernels of vLLM's products; empty: its own choice."""
 
 
 def check_installed(name: str) -> None:
@@ -220,6 +222,7 @@ def _vllm(work: PeerRun) -> Generate:
         gpu_memory_utilization=work.gpu_memory,
         kv_cache_dtype="auto" if work.kv_cache_dtype in FLOATS else work.kv_cache_dtype,
         **_vllm_quantization(work.quantization),
+        **({"linear_backend": work.linear_backend} if work.linear_backend else {}),
     )
 
     def generate(prompts: Prompts, count: int) -> int:

@@ -200,7 +200,7 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
                 "for: leave one of them out"
             )
     with _folder(args, loads) as (folder, model):
-        _check_peer_weights(args, model)
+        _check_peers(args, model)
         config = engine_config(args, folder, loads)
         if config.parallel.world_size > 1 and _peer_names(args):
             raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
@@ -292,12 +292,22 @@ def _peer_names(args: argparse.Namespace) -> list[str]:
     return getattr(args, "peer", None) or []
 
 
-def _check_peer_weights(args: argparse.Namespace, model: PretrainedConfig) -> None:
-    """Refuse vLLM's own random weights for a model with experts.
+def _linear_backend(args: argparse.Namespace) -> str:
+    return getattr(args, "vllm_linear_backend", None) or ""
+
+
+def _check_peers(args: argparse.Namespace, model: PretrainedConfig) -> None:
+    """Refuse vLLM's own random weights for a model with experts, and its flag without vLLM.
 
     Raises:
-        ConfigError: vLLM would draw them: all tokens would choose the same experts.
+        ConfigError: vLLM would draw them: all tokens would choose the same experts; or vLLM
+            does not run.
     """
+    if _linear_backend(args) and "vllm" not in _peer_names(args):
+        raise ConfigError(
+            f"--vllm-linear-backend {_linear_backend(args)} has no effect without --peer vllm: "
+            "add that flag, or leave this one out"
+        )
     if "vllm" in _peer_names(args) and model.num_experts and not args.model:
         raise ConfigError(
             f"--peer vllm draws weights with which all tokens choose the same few of "
@@ -328,6 +338,7 @@ def _peers(
             threads=args.threads,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
+            linear_backend=_linear_backend(args) if name == "vllm" else "",
         )
         found[name] = run_peer(name, work)
     return found
@@ -405,6 +416,8 @@ def _tell_peer(
 ) -> None:
     facts = subject.figures(load, rates, name)
     facts[f"{name}_version"] = version(name)
+    if name == "vllm" and _linear_backend(args):
+        facts["linear_backend"] = _linear_backend(args)
     share = f", {facts['limit_pct']:.1f} %" if "limit_pct" in facts else ""
     print(f"{'':>14}  {facts['out_tok_s']:10,.0f} tokens/s by {name}{share}", flush=True)
     if args.output:

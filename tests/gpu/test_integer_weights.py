@@ -8,7 +8,13 @@ from transformers import LlamaConfig
 
 from tests.unit.worker.quantization import integer_checkpoints
 from tests.unit.worker.quantization.integer_checkpoints import FORMS
-from trimaran.kernels.cuda import integer_choice, integer_floats, integer_gemm, integer_wide
+from trimaran.kernels.cuda import (
+    integer_choice,
+    integer_floats,
+    integer_gemm,
+    integer_skinny,
+    integer_wide,
+)
 from trimaran.kernels.cuda.integer_gemm import Cut
 from trimaran.kernels.cuda.integer_units import pack_units
 from trimaran.kernels.cuda.integer_wide import WideCut
@@ -225,7 +231,49 @@ def test_gates_above_ups_have_one_kernel_for_many_rows(rows):
     gate, up = rounded_product(x, weight).chunk(2, 1)
     expected = torch.nn.functional.silu(gate) * up
     assert error(product.gated(x), expected) < TOLERANCE
-    assert product.gated(x[: integer_choice.MIN_ROWS - 1]) is None
+    between = slice(0, integer_choice.MIN_ROWS - 1)
+    assert product.gated(x[between]) is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "4-bits-minimums"])
+@pytest.mark.parametrize(
+    ("outputs", "inner"),
+    # The last weight has several tiles a block.
+    [(256, 384), (6144, 4096), (4096, 14336), (28672, 4096), (100_000, 1024)],
+)
+def test_few_rows_are_multiplied_by_whole_weights_and_as_swiglu(kind, outputs, inner):
+    weight = weight_of(kind, outputs, inner)
+    units = pack_units(weight, Columns.of(weight))
+    floats = dequantize(weight, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        product = HopperIntegerProduct(
+            weight, dtype, has_byte_inputs=False, is_fixed=False, is_gated=True
+        )
+        bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
+        for rows in range(1, 10):
+            x = drawn(rows, inner, dtype) * 0.01
+            exact = x.float() @ floats.T
+            assert error(product(x, bias), exact + bias.float()) < TOLERANCE
+            assert error(product(x, None, torch.float32), exact) < 1e-4
+            # Gates and ups in the range of float16.
+            x = (x.float() / exact.std(1, keepdim=True)).to(dtype)
+            gate, up = (x.float() @ floats.T).chunk(2, 1)
+            found = product.gated(x)
+            can_gate = integer_skinny.can_multiply(units, is_gated=True)
+            assert (found is not None) == (can_gate and rows <= integer_skinny.MAX_ROWS)
+            if found is not None:
+                assert error(found, torch.nn.functional.silu(gate) * up) < TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_rows_are_multiplied_wherever_they_lie(rows):
+    weight = weight_of("4-bits", 512, 640)
+    product = product_of("cuda", weight)
+    wide = drawn(rows, 650)
+    for first in (0, 8, 5):
+        x = wide[:, first : first + 640]
+        expected = ReferenceIntegerProduct(weight, has_byte_inputs=False)(x.float())
+        assert error(product(x), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -122,6 +122,12 @@ def test_weights_that_vllm_draws_for_experts_are_refused(like_vllm, capsys):
     assert "with --model in place of --shape" in error
 
 
+def test_a_choice_of_kernels_for_vllm_is_refused_without_vllm(capsys):
+    flags = ["--device", "cpu", "--load", "4/3x2", "--vllm-linear-backend", "marlin"]
+    assert main(["bench", "throughput", *flags]) != 0
+    assert "--vllm-linear-backend marlin has no effect" in capsys.readouterr().err
+
+
 def test_vllm_on_another_device_is_refused(tmp_path, like_vllm):
     with pytest.raises(peers.ConfigError, match=r"vLLM would run on cpu, not on cuda"):
         peers.run_peer("vllm", _work(tmp_path, device="cuda"))
