@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import psutil
 
 PROBE_S = 0.02
+WEIGHED_MB = 100.0
+"""Growth of all resident memory from which pages that processes share are counted once."""
 PROMPT = {"text_input": "It was a dark and", "stop_words": "", "bad_words": ""}
 
 
@@ -48,8 +50,8 @@ class Bystanders:
         self._gap = self._health = 0.0
         self._num_events = self._num_probes = 0
         self._failures: list[str] = []
-        self._before = self._memory()
-        self._most = self._before
+        self._before = self._before_shared = 0
+        self._grown = 0
 
     def run(self) -> Seen:
         """Look on until a line comes."""
@@ -61,7 +63,8 @@ class Bystanders:
             time.sleep(PROBE_S)
         # The first events of a stream and start-up effects do not count.
         self._gap = self._health = 0.0
-        self._before = self._most = self._memory()
+        self._before, self._before_shared = self._memory("rss"), self._memory("pss")
+        self._grown = 0
         print("ready", flush=True)
         sys.stdin.readline()
         self._is_over.set()
@@ -72,7 +75,7 @@ class Bystanders:
             self._health,
             self._num_events,
             self._num_probes,
-            (self._most - self._before) / 1e6,
+            self._grown / 1e6,
             "; ".join(self._failures),
         )
 
@@ -116,17 +119,23 @@ class Bystanders:
 
     def _weigh(self) -> None:
         while not self._is_over.is_set():
-            self._most = max(self._most, self._memory())
+            before, before_shared = self._before, self._before_shared
+            if before:
+                grown = self._memory("rss") - before
+                if grown > WEIGHED_MB * 1e6:
+                    grown = self._memory("pss") - before_shared
+                self._grown = max(self._grown, grown)
             time.sleep(0.1)
 
-    def _memory(self) -> int:
-        """Memory of the front end and its helpers. A rank's memory grows during the first
-        use of its cache."""
+    def _memory(self, of: str) -> int:
+        """Memory of the front end and its helpers, of which each new one maps the same
+        libraries. A rank's memory grows during the first use of its cache."""
         total = 0
         for process in self._server.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if "trimaran-rank" not in " ".join(process.cmdline()):
-                    total += process.memory_info().rss
+                    info = process.memory_info() if of == "rss" else process.memory_full_info()
+                    total += int(getattr(info, of))
         return total
 
 
