@@ -193,6 +193,7 @@ class Ranks:
         else:
             while (payload := self.control.receive()) is not None:
                 driver.engine.follow(payload)
+            self.control.close()
         self._world.barrier(self._timeout_s, "all served")
         driver.engine.shutdown()
         driver.engine.links.close()

@@ -144,9 +144,11 @@ class Leader:
         if self._is_closed:
             return
         self._is_closed = True
-        self._send(_Kind.CLOSE)
-        if self._wake is not None:
-            self._wake.close()
+        try:
+            self._send(_Kind.CLOSE)
+        finally:
+            if self._wake is not None:
+                self._wake.close()
 
     def _send(self, kind: _Kind, payload: bytes = b"") -> None:
         message = bytes((kind,)) + payload

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -35,6 +36,7 @@ from trimaran.server.protocol.generate import (
     GenerateMapper,
     error_object,
 )
+from trimaran.server.protocol.infer_response import sum_of_lengths
 from trimaran.server.service import INTERNAL, Service
 
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
@@ -67,8 +69,8 @@ class GenerateEndpoint:
             with admission.admit():
                 with admission.unless_aborted():
                     parts = await self._only_parts(route, body, memory)
-                load, num_bytes = self._load_header(request), sum(map(len, parts))
-                if num_bytes > LONG_ANSWER_BYTES:
+                load, num_bytes = self._load_header(request), sum_of_lengths(parts)
+                if num_bytes is None or num_bytes > LONG_ANSWER_BYTES:
                     headers = {"Content-Type": JSON, **load}
                     is_last = admission.is_draining
                     return await write_parts(request, parts, headers, is_last=is_last)
@@ -171,7 +173,7 @@ class GenerateEndpoint:
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
         return await read_body(request, service.config.http_max_input_bytes, memory)
 
-    async def _only_parts(self, route: Route, body: Body, memory: BodyMemory) -> deque[bytes]:
+    async def _only_parts(self, route: Route, body: Body, memory: BodyMemory) -> deque[Any]:
         """The answer of one JSON object, in parts.
 
         Raises:
@@ -240,7 +242,7 @@ class GenerateEndpoint:
 
 async def _only_answer(
     request: InferRequest, responses: AsyncIterator[InferResponse], encoder: GenerateEncoder
-) -> deque[bytes]:
+) -> deque[Any]:
     """The only response as the parts of a JSON object, or the error of a model with several
     responses.
 
@@ -252,6 +254,7 @@ async def _only_answer(
         if only is None:
             return deque([error_object(EXACTLY_ONE)])
         only.id = request.id
+        answer: deque[Any]
         short = encoder.encode_short(only)
         if short is not None:
             answer = deque([short])

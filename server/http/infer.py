@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -29,7 +30,7 @@ from trimaran.server.http.messages import (
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding
-from trimaran.server.inference.request import InferRequest, Model
+from trimaran.server.inference.request import InferRequest, InferResponse, Model
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.infer_json import (
     ParsedInfer,
@@ -38,7 +39,7 @@ from trimaran.server.protocol.infer_json import (
     parse_infer,
     parse_members,
 )
-from trimaran.server.protocol.infer_response import EncodedInfer, encode_infer
+from trimaran.server.protocol.infer_response import encode_infer
 from trimaran.server.protocol.plain_infer import PlainInferReader
 from trimaran.server.service import Service
 
@@ -79,9 +80,8 @@ class InferEndpoint:
                     model, parsed, plain = await self._parsed(request, route, sent)
                     memory.release()
                     response = await service.infer_once(model, parsed, plain)
-                    encoded = await run_cooperatively(encode_infer(response, parsed))
-                    headers, parts = await _coded(request, encoded)
-                if encoded.num_bytes > LONG_ANSWER_BYTES:
+                    headers, parts, is_long = await _encoded(request, response, parsed)
+                if is_long:
                     is_last = service.admission.is_draining
                     return await write_parts(request, parts, headers, is_last=is_last)
         body = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -143,23 +143,26 @@ class InferEndpoint:
         return reader
 
 
-async def _coded(
-    request: web.BaseRequest, encoded: EncodedInfer
-) -> tuple[dict[str, str], deque[bytes]]:
-    """The headers of a response and its body, compressed by the client's preferred coding."""
+async def _encoded(
+    request: web.BaseRequest, response: InferResponse, parsed: ParsedInfer
+) -> tuple[dict[str, str], deque[Any], bool]:
+    """The headers of a response; its body in parts, compressed by the client's preferred
+    coding; and whether it is long, or has `LongValues`."""
+    coding = best_coding(request.headers.get("Accept-Encoding", ""))
+    is_coded = coding != "identity"
+    encoded = await run_cooperatively(encode_infer(response, parsed, is_coded=is_coded))
     headers = {"Content-Type": JSON}
     if encoded.json_bytes is not None:
         headers["Content-Type"] = "application/octet-stream"
         headers[LENGTH_HEADER] = str(encoded.json_bytes)
-    coding = best_coding(request.headers.get("Accept-Encoding", ""))
-    if coding == "identity":
-        return headers, encoded.parts
+    is_long = encoded.num_bytes is None or encoded.num_bytes > LONG_ANSWER_BYTES
+    if not is_coded:
+        return headers, encoded.parts, is_long
     headers["Content-Encoding"] = coding
     work = partial(_compressed, encoded.parts, coding)
     # What takes longer than a few milliseconds runs in a thread, the copy of the parts too.
-    is_long = encoded.num_bytes > LONG_ANSWER_BYTES
-    return headers, deque([await asyncio.to_thread(work) if is_long else work()])
+    return headers, deque([await asyncio.to_thread(work) if is_long else work()]), is_long
 
 
-def _compressed(parts: Iterable[bytes], coding: str) -> bytes:
+def _compressed(parts: Iterable[Any], coding: str) -> bytes:
     return compress(b"".join(parts), coding)

@@ -16,11 +16,14 @@ from aiohttp.http import SERVER_SOFTWARE
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.server.decoding.body import SHORT_BYTES, Body, BodyBuilder, view_of
 from trimaran.server.decoding.pending import BodyMemory
+from trimaran.server.inference.cooperative import in_turn
 from trimaran.server.inference.registry import NotReadyError
 from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import error_object
 from trimaran.server.protocol.infer_json import json_too_large
+from trimaran.server.protocol.infer_response import sum_of_lengths
+from trimaran.server.protocol.tensor_json import LongValues
 
 _AUTODETECT_BITS = zlib.MAX_WBITS | 32
 _CODED_BYTES, _DECODED_BYTES = 64 << 10, 1 << 20
@@ -229,22 +232,51 @@ async def send_json(
 
 
 async def write_parts(
-    request: web.BaseRequest, parts: deque[bytes], headers: Mapping[str, str], *, is_last: bool
+    request: web.BaseRequest,
+    parts: deque[bytes | LongValues],
+    headers: Mapping[str, str],
+    *,
+    is_last: bool,
 ) -> web.StreamResponse:
     """Send a long body; returns once the client has read all but the socket buffers.
 
-    Written parts are freed, without a copy of the whole body. With ``is_last`` the connection
-    is closed afterwards.
+    Written parts are freed, without a copy of the whole body. Long values become a text as the
+    client reads, in chunks without a length in front. With ``is_last`` the connection is closed
+    afterwards.
     """
     stream = web.StreamResponse(headers=headers)
-    stream.content_length = sum(map(len, parts))
+    stream.content_length = sum_of_lengths(parts)
     if is_last:
         stream.force_close()
     await stream.prepare(request)
     while parts:
-        await stream.write(parts.popleft())
+        part = parts.popleft()
+        if isinstance(part, LongValues):
+            await _write_values(stream, part)
+        else:
+            await stream.write(part)
     await stream.write_eof()
     return stream
+
+
+_PIECE_BYTES = 32 << 10
+"""A piece of a text that is written as it is made: less than two milliseconds of work."""
+
+
+async def _write_values(stream: web.StreamResponse, values: LongValues) -> None:
+    texts = values.texts()
+
+    def piece() -> bytes:
+        found, num_bytes = [], 0
+        for text in texts:
+            found.append(text)
+            num_bytes += len(text)
+            if num_bytes >= _PIECE_BYTES:
+                break
+        return b"".join(found)
+
+    while text := await in_turn(piece):
+        await stream.write(text)
 
 
 async def send_document(
@@ -258,7 +290,8 @@ async def send_document(
     """
     if len(document) <= LONG_ANSWER_BYTES:
         return await send_json(request, document, is_last=is_last)
-    parts, headers = deque((document,)), {"Content-Type": JSON}
+    parts: deque[bytes | LongValues] = deque((document,))
+    headers = {"Content-Type": JSON}
     return await write_parts(request, parts, headers, is_last=is_last)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -80,6 +80,14 @@ async def run_cooperatively(work: Cooperative[ResultT]) -> ResultT:
         return result
     finally:
         work.close()
+
+
+async def in_turn(make: Callable[[], ResultT]) -> ResultT:
+    """What a short work makes, in the round of the loop that is its turn among long works."""
+    queues = _queues.setdefault(asyncio.get_running_loop(), _Queues())
+    async with queues.turn:
+        await asyncio.sleep(0)
+        return make()
 
 
 def _do_slice(work: Cooperative[ResultT]) -> None:

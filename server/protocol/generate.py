@@ -23,7 +23,14 @@ from trimaran.server.protocol.infer_json import check_size, custom_value
 from trimaran.server.protocol.json_access import RepeatedKeys, as_string
 from trimaran.server.protocol.limits import check_id, check_number
 from trimaran.server.protocol.single_values import SINGLES, NotPlainError, is_short_id
-from trimaran.server.protocol.tensor_json import array_from_json, flatten, text_of, to_json
+from trimaran.server.protocol.tensor_json import (
+    LongValues,
+    array_from_json,
+    flatten,
+    long_values,
+    text_of,
+    to_json,
+)
 
 EXACTLY_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
@@ -243,14 +250,6 @@ class GenerateEncoder:
         Raises:
             RequestError: an output's datatype has no JSON form.
         """
-        return b"".join((yield from self.encode_parts(response)))
-
-    def encode_parts(self, response: InferResponse) -> Cooperative[list[bytes]]:
-        """`encode` without the last copy: a long object comes in parts of about a megabyte.
-
-        Raises:
-            RequestError: as for `encode`.
-        """
         outputs = response.outputs
         self._lay_out_if_changed(response)
         parts = [self._pieces[0]]
@@ -261,6 +260,26 @@ class GenerateEncoder:
             else:
                 values = yield from to_json(output.data, output.datatype, output.name)
                 parts += (b"[", *values, b"]", piece)
+        return b"".join(parts)
+
+    def encode_parts(self, response: InferResponse) -> Cooperative[list[bytes | LongValues]]:
+        """`encode` without the last copy; long values are left as they are.
+
+        Raises:
+            RequestError: as for `encode`.
+        """
+        outputs = response.outputs
+        self._lay_out_if_changed(response)
+        parts: list[bytes | LongValues] = [self._pieces[0]]
+        for index, piece in zip(self._order, self._pieces[1:], strict=True):
+            output = outputs[index]
+            if output.data.size == 1:
+                parts += (_value(output), piece)
+                continue
+            own = output.data, output.datatype, output.name
+            left = long_values(*own)
+            values = [*(yield from to_json(*own))] if left is None else [left]
+            parts += (b"[", *values, b"]", piece)
         return parts
 
     def _lay_out_if_changed(self, response: InferResponse) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from trimaran.server.inference.request import InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import object_array, to_parts
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.infer_json import ParsedInfer, RequestedOutput
-from trimaran.server.protocol.tensor_json import few_values, to_json
+from trimaran.server.protocol.tensor_json import LongValues, few_values, long_values, to_json
 
 _UNSUPPORTED = frozenset(("BYTES", "FP16", "BF16", "BOOL"))
 
@@ -57,8 +57,10 @@ _HOLE = b'"data":[null]'
 class EncodedInfer:
     """A response body; ``json_bytes`` is None without binary data after the JSON."""
 
-    parts: deque[bytes]
-    num_bytes: int
+    parts: deque[bytes | LongValues]
+    num_bytes: int | None
+    """None: some parts become texts while they are sent."""
+
     json_bytes: int | None
 
 
@@ -97,20 +99,24 @@ async def _classified(
     return await asyncio.to_thread(chosen)
 
 
-def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Cooperative[EncodedInfer]:
-    """The body for a response to a parsed request.
+def encode_infer(
+    response: InferResponse, parsed: ParsedInfer, *, is_coded: bool
+) -> Cooperative[EncodedInfer]:
+    """The body for a response to a parsed request. Long values are left as they are, unless the
+    body ``is_coded`` or has binary data, whose place is told in front.
 
     Raises:
         RequestError: an output was requested in JSON but has no JSON form.
     """
     binary = {output.name: output.is_binary for output in parsed.outputs}
+    is_whole = is_coded or parsed.is_binary_by_default or any(binary.values())
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version
     if response.parameters:
         document["parameters"] = response.parameters
     entries: list[dict[str, Any]] = []
-    long: list[list[bytes]] = []
+    long: list[list[bytes | LongValues]] = []
     blobs: list[bytes] = []
     for tensor in response.outputs:
         entry: dict[str, Any] = {
@@ -126,21 +132,36 @@ def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Cooperative[En
         else:
             values = few_values(tensor.data, tensor.datatype, tensor.name)
             if values is None:
-                long.append((yield from to_json(tensor.data, tensor.datatype, tensor.name)))
+                own = tensor.data, tensor.datatype, tensor.name
+                left = None if is_whole else long_values(*own)
+                long.append([*(yield from to_json(*own))] if left is None else [left])
             entry["data"] = [None] if values is None else values
         entries.append(entry)
     head = json_access.dump(document)[:-1]
-    parts = [head + b',"outputs":', *_filled(json_access.dump(entries), long), b"}"]
-    json_bytes = sum(map(len, parts))
+    parts: list[bytes | LongValues] = [head + b',"outputs":']
+    parts += (*_filled(json_access.dump(entries), long), b"}")
+    json_bytes = sum_of_lengths(parts)
+    if json_bytes is None:
+        return EncodedInfer(deque(parts), None, None)
     num_bytes = json_bytes + sum(map(len, blobs))
-    return EncodedInfer(deque(parts + blobs), num_bytes, json_bytes if blobs else None)
+    return EncodedInfer(deque([*parts, *blobs]), num_bytes, json_bytes if blobs else None)
 
 
-def _filled(entries: bytes, long: list[list[bytes]]) -> list[bytes]:
+def sum_of_lengths(parts: Iterable[bytes | LongValues]) -> int | None:
+    """The bytes of a body; None if some parts become texts while they are sent."""
+    num_bytes = 0
+    for part in parts:
+        if isinstance(part, LongValues):
+            return None
+        num_bytes += len(part)
+    return num_bytes
+
+
+def _filled(entries: bytes, long: list[list[bytes | LongValues]]) -> list[bytes | LongValues]:
     """The JSON text of entries in parts, with long values in place of their nulls."""
     # Unambiguous: quotes in strings are escaped, and no other element is null.
     start, *rest = entries.split(_HOLE)
-    parts = [start]
+    parts: list[bytes | LongValues] = [start]
     for values, text in zip(long, rest, strict=True):
         parts += [b'"data":[', *values, b"]" + text]
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -102,6 +103,37 @@ def few_values(data: Array, datatype: str, output_name: str) -> list[Any] | None
     """
     values = next(_cut(data, datatype, output_name), [])
     return values if len(values) == data.size else None
+
+
+_STREAMED_BYTES = 1 << 20
+"""Bytes of a tensor from which its JSON text, which is longer, is made while it is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongValues:
+    """The elements of a long output, whose JSON text is never in memory as a whole."""
+
+    data: Array
+    datatype: str
+    output_name: str
+
+    def texts(self) -> Iterator[bytes]:
+        """The elements, flat, as the parts of a text of JSON values and commas; each part takes
+        less than a millisecond."""
+        comma = b""
+        for values in _cut(self.data, self.datatype, self.output_name):
+            yield comma + dump(values)[1:-1]
+            comma = b","
+
+
+def long_values(data: Array, datatype: str, output_name: str) -> LongValues | None:
+    """The elements of an output that is long and has numbers."""
+    if datatype == "BYTES" or data.nbytes < _STREAMED_BYTES:
+        return None
+    values = LongValues(data, datatype, output_name)
+    # The first elements tell whether the datatype has a JSON form.
+    next(values.texts())
+    return values
 
 
 def to_json(data: Array, datatype: str, output_name: str) -> Cooperative[list[bytes]]:

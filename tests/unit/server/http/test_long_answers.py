@@ -1,6 +1,7 @@
 """Long answers, and long gRPC requests: no stream waits, and the results are equal."""
 
 import asyncio
+import gzip
 import json
 import socket
 import struct
@@ -195,6 +196,51 @@ def test_long_and_short_outputs_keep_their_order(server):
     assert [entry.get("data") for entry in found] == [
         None if name == "UINT64" else data for name, _, data in inputs
     ]
+
+
+LONG = np.random.default_rng(1).standard_normal(300_001, np.float32)
+"""More than a megabyte, of which the text is made while it is sent."""
+
+
+def test_long_numbers_are_sent_in_chunks(server):
+    data = LONG.tolist()
+    body = {"FP32": data, "INT8": [1, 2, 3]}
+    inputs = [
+        {"name": "FP32", "datatype": "FP32", "shape": [len(data)], "data": data},
+        {"name": "INT8", "datatype": "INT8", "shape": [3], "data": [1, 2, 3]},
+        {"name": "INT64", "datatype": "INT64", "shape": [200_000], "data": [*range(200_000)]},
+    ]
+    expected = [{**entry, "name": f"OUT_{entry['name']}"} for entry in inputs]
+    for coding in ("identity", "gzip"):
+        accepted = {"Accept-Encoding": coding}
+        found = server.post("/v2/models/echo/generate", body, accepted)
+        assert found.json["OUT_FP32"] == data and found.json["OUT_INT8"] == [1, 2, 3]
+        infer = server.post("/v2/models/echo/infer", {"inputs": inputs}, accepted)
+        text = infer.body if coding == "identity" else gzip.decompress(infer.body)
+        assert json.loads(text)["outputs"] == expected
+        assert found.headers["Transfer-Encoding"] == "chunked"
+        assert ("Content-Length" in infer.headers) == (coding == "gzip")
+    (event,) = server.post("/v2/models/echo/generate_stream", body).body.split(b"\n\n")[:-1]
+    assert json.loads(event.removeprefix(b"data: "))["OUT_FP32"] == data
+
+
+def test_a_client_of_http_1_0_reads_long_numbers_up_to_the_end(server):
+    body = json.dumps({"FP32": LONG.tolist()}).encode()
+    head = b"POST /v2/models/echo/generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", server.http_port)) as sock:
+        sock.sendall(head + body)
+        with sock.makefile("rb") as answer:
+            found = answer.read()
+    sent_head, text = found.split(b"\r\n\r\n", 1)
+    assert b"200" in sent_head and b"chunked" not in sent_head.lower()
+    assert json.loads(text)["OUT_FP32"] == LONG.tolist()
+
+
+def test_long_numbers_without_a_json_form_are_refused_before_an_answer_begins(server):
+    half = np.zeros(1 << 20, np.float16)
+    answer = post_blob(server, "FP16", "FP16", len(half), half.tobytes())
+    assert answer.status == 400
+    assert "sending FP16 data via JSON is not supported" in answer.json["error"]
 
 
 def test_an_unread_long_answer_waits_and_ends_with_its_connection(fresh_server, caplog):
