@@ -46,24 +46,24 @@ class SkinnyCut(NamedTuple):
     slices: int
     """Slices of 16 outputs of a block; if gated, half of them are gates."""
 
-    depth: int = 1
+    stages: int = 1
     """Units of 128 inputs that a warp requests ahead."""
 
     warps: int = 8
     """Warps of a block, 16 with at most 3 slices."""
 
-    shares: int = 1
-    """Warps that divide the slices of a unit, at most 8 slices each."""
+    warps_n: int = 1
+    """Warps along the outputs, at most 8 slices each; the others divide the inner dimension."""
 
     def ring_bytes(self, rows: int, unit_bytes: int) -> int:
         """Shared memory of the units that all warps request ahead."""
-        weights = self.slices // self.shares * unit_bytes // _PER_UNIT
-        return self.warps * self.depth * (weights + rows * _ROW_BYTES)
+        weights = self.slices // self.warps_n * unit_bytes // _PER_UNIT
+        return self.warps * self.stages * (weights + rows * _ROW_BYTES)
 
     @property
     def sums_bytes(self) -> int:
         """Shared memory of the warps' sums."""
-        return self.warps // self.shares * self.slices * _FRAGMENT_BYTES
+        return self.warps // self.warps_n * self.slices * _FRAGMENT_BYTES
 
 
 class Variant(NamedTuple):
@@ -75,12 +75,12 @@ class Variant(NamedTuple):
 
     def compile(self) -> bytes:
         """Machine code, from the cache or compiled now."""
-        slices, depth, warps, shares = self.cut
+        slices, stages, warps, warps_n = self.cut
         defines = [
             f"SKINNY_SLICES={slices}",
-            f"SKINNY_DEPTH={depth}",
+            f"SKINNY_STAGES={stages}",
             f"SKINNY_WARPS={warps}",
-            f"SKINNY_SHARES={shares}",
+            f"SKINNY_WARPS_N={warps_n}",
             f"SKINNY_GATED={int(self.is_gated)}",
         ]
         return load_cubin("integer_skinny", "sm_90a", (*self.format.defines, *defines))
@@ -92,8 +92,8 @@ _MOST_WORDS = 8 << 10
 """Bytes of a unit's integers for a warp, which its registers limit: 8 slices of 4 bits."""
 
 _MOST_RING_BYTES = 206_000
-_MOST_DEPTH = 3
-"""Deeper rings are no faster."""
+_MOST_STAGES = 3
+"""Rings of more stages are no faster."""
 
 _MANY_WARPS_SLICES = 3
 """Slices up to which registers allow 16 warps."""
@@ -133,15 +133,15 @@ def _most_slices(bits: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _choose(size: _Size) -> SkinnyCut:
-    turns = -(-size.slices // (size.processors * _most_slices(size.bits)))
-    slices = -(-size.slices // (size.processors * turns))
-    shares = 2 if size.is_gated else 1
-    warps = 16 if slices * shares <= _MANY_WARPS_SLICES else 8
-    cut = SkinnyCut(slices * shares, 1, warps, shares)
-    units = -(-size.inner_steps // (warps // shares))
+    waves = -(-size.slices // (size.processors * _most_slices(size.bits)))
+    slices = -(-size.slices // (size.processors * waves))
+    warps_n = 2 if size.is_gated else 1
+    warps = 16 if slices * warps_n <= _MANY_WARPS_SLICES else 8
+    cut = SkinnyCut(slices * warps_n, 1, warps, warps_n)
+    units = -(-size.inner_steps // (warps // warps_n))
     most_bytes = min(_MOST_RING_BYTES, _SHARED_BYTES - cut.sums_bytes)
-    depth = most_bytes // cut.ring_bytes(size.rows, size.unit_bytes)
-    return cut._replace(depth=max(1, min(depth, _MOST_DEPTH, units)))
+    stages = most_bytes // cut.ring_bytes(size.rows, size.unit_bytes)
+    return cut._replace(stages=max(1, min(stages, _MOST_STAGES, units)))
 
 
 def choose_cut(

@@ -23,7 +23,7 @@ from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import error_object
 from trimaran.server.protocol.infer_json import json_too_large
 from trimaran.server.protocol.infer_response import sum_of_lengths
-from trimaran.server.protocol.tensor_json import LongValues
+from trimaran.server.protocol.tensor_json import BodyPart, LongValues
 
 _AUTODETECT_BITS = zlib.MAX_WBITS | 32
 _CODED_BYTES, _DECODED_BYTES = 64 << 10, 1 << 20
@@ -233,7 +233,7 @@ async def send_json(
 
 async def write_parts(
     request: web.BaseRequest,
-    parts: deque[bytes | LongValues],
+    parts: deque[BodyPart],
     headers: Mapping[str, str],
     *,
     is_last: bool,
@@ -290,7 +290,7 @@ async def send_document(
     """
     if len(document) <= LONG_ANSWER_BYTES:
         return await send_json(request, document, is_last=is_last)
-    parts: deque[bytes | LongValues] = deque((document,))
+    parts: deque[BodyPart] = deque((document,))
     headers = {"Content-Type": JSON}
     return await write_parts(request, parts, headers, is_last=is_last)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, cast
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
 
@@ -24,11 +24,11 @@ from trimaran.server.protocol.json_access import RepeatedKeys, as_string
 from trimaran.server.protocol.limits import check_id, check_number
 from trimaran.server.protocol.single_values import SINGLES, NotPlainError, is_short_id
 from trimaran.server.protocol.tensor_json import (
-    LongValues,
+    BodyPart,
     array_from_json,
     flatten,
-    long_values,
     text_of,
+    to_body,
     to_json,
 )
 
@@ -250,35 +250,30 @@ class GenerateEncoder:
         Raises:
             RequestError: an output's datatype has no JSON form.
         """
-        outputs = response.outputs
-        self._lay_out_if_changed(response)
-        parts = [self._pieces[0]]
-        for index, piece in zip(self._order, self._pieces[1:], strict=True):
-            output = outputs[index]
-            if output.data.size == 1:
-                parts += (_value(output), piece)
-            else:
-                values = yield from to_json(output.data, output.datatype, output.name)
-                parts += (b"[", *values, b"]", piece)
-        return b"".join(parts)
+        parts = yield from self._encode(response, is_whole=True)
+        return b"".join(cast("list[bytes]", parts))
 
-    def encode_parts(self, response: InferResponse) -> Cooperative[list[bytes | LongValues]]:
-        """`encode` without the last copy; long values are left as they are.
+    def encode_parts(self, response: InferResponse) -> Cooperative[list[BodyPart]]:
+        """`encode` without the last copy; long outputs become texts while they are sent.
 
         Raises:
             RequestError: as for `encode`.
         """
+        return (yield from self._encode(response, is_whole=False))
+
+    def _encode(
+        self, response: InferResponse, *, is_whole: bool
+    ) -> Cooperative[list[BodyPart]]:
         outputs = response.outputs
         self._lay_out_if_changed(response)
-        parts: list[bytes | LongValues] = [self._pieces[0]]
+        parts: list[BodyPart] = [self._pieces[0]]
         for index, piece in zip(self._order, self._pieces[1:], strict=True):
             output = outputs[index]
             if output.data.size == 1:
                 parts += (_value(output), piece)
                 continue
             own = output.data, output.datatype, output.name
-            left = long_values(*own)
-            values = [*(yield from to_json(*own))] if left is None else [left]
+            values = yield from to_body(*own, is_whole=is_whole)
             parts += (b"[", *values, b"]", piece)
         return parts
 

@@ -17,7 +17,7 @@ from trimaran.server.inference.request import InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import object_array, to_parts
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.infer_json import ParsedInfer, RequestedOutput
-from trimaran.server.protocol.tensor_json import LongValues, few_values, long_values, to_json
+from trimaran.server.protocol.tensor_json import BodyPart, LongValues, few_values, to_body
 
 _UNSUPPORTED = frozenset(("BYTES", "FP16", "BF16", "BOOL"))
 
@@ -57,7 +57,7 @@ _HOLE = b'"data":[null]'
 class EncodedInfer:
     """A response body; ``json_bytes`` is None without binary data after the JSON."""
 
-    parts: deque[bytes | LongValues]
+    parts: deque[BodyPart]
     num_bytes: int | None
     """None: some parts become texts while they are sent."""
 
@@ -116,7 +116,7 @@ def encode_infer(
     if response.parameters:
         document["parameters"] = response.parameters
     entries: list[dict[str, Any]] = []
-    long: list[list[bytes | LongValues]] = []
+    long: list[list[BodyPart]] = []
     blobs: list[bytes] = []
     for tensor in response.outputs:
         entry: dict[str, Any] = {
@@ -133,12 +133,11 @@ def encode_infer(
             values = few_values(tensor.data, tensor.datatype, tensor.name)
             if values is None:
                 own = tensor.data, tensor.datatype, tensor.name
-                left = None if is_whole else long_values(*own)
-                long.append([*(yield from to_json(*own))] if left is None else [left])
+                long.append((yield from to_body(*own, is_whole=is_whole)))
             entry["data"] = [None] if values is None else values
         entries.append(entry)
     head = json_access.dump(document)[:-1]
-    parts: list[bytes | LongValues] = [head + b',"outputs":']
+    parts: list[BodyPart] = [head + b',"outputs":']
     parts += (*_filled(json_access.dump(entries), long), b"}")
     json_bytes = sum_of_lengths(parts)
     if json_bytes is None:
@@ -147,7 +146,7 @@ def encode_infer(
     return EncodedInfer(deque([*parts, *blobs]), num_bytes, json_bytes if blobs else None)
 
 
-def sum_of_lengths(parts: Iterable[bytes | LongValues]) -> int | None:
+def sum_of_lengths(parts: Iterable[BodyPart]) -> int | None:
     """The bytes of a body; None if some parts become texts while they are sent."""
     num_bytes = 0
     for part in parts:
@@ -157,11 +156,11 @@ def sum_of_lengths(parts: Iterable[bytes | LongValues]) -> int | None:
     return num_bytes
 
 
-def _filled(entries: bytes, long: list[list[bytes | LongValues]]) -> list[bytes | LongValues]:
+def _filled(entries: bytes, long: list[list[BodyPart]]) -> list[BodyPart]:
     """The JSON text of entries in parts, with long values in place of their nulls."""
     # Unambiguous: quotes in strings are escaped, and no other element is null.
     start, *rest = entries.split(_HOLE)
-    parts: list[bytes | LongValues] = [start]
+    parts: list[BodyPart] = [start]
     for values, text in zip(long, rest, strict=True):
         parts += [b'"data":[', *values, b"]" + text]
     return parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -126,14 +126,8 @@ class LongValues:
             comma = b","
 
 
-def long_values(data: Array, datatype: str, output_name: str) -> LongValues | None:
-    """The elements of an output that is long and has numbers."""
-    if datatype == "BYTES" or data.nbytes < _STREAMED_BYTES:
-        return None
-    values = LongValues(data, datatype, output_name)
-    # The first elements tell whether the datatype has a JSON form.
-    next(values.texts())
-    return values
+BodyPart: TypeAlias = bytes | LongValues
+"""A part of an answer's body."""
 
 
 def to_json(data: Array, datatype: str, output_name: str) -> Cooperative[list[bytes]]:
@@ -160,6 +154,23 @@ def to_json(data: Array, datatype: str, output_name: str) -> Cooperative[list[by
     if parts:
         parts[-1] = parts[-1][:-1]
     return parts
+
+
+def to_body(
+    data: Array, datatype: str, output_name: str, *, is_whole: bool = False
+) -> Cooperative[list[BodyPart]]:
+    """`to_json`; unless ``is_whole``, a long output of numbers stays as it is, to become a text
+    while it is sent.
+
+    Raises:
+        RequestError: as for `to_json`.
+    """
+    if is_whole or datatype == "BYTES" or data.nbytes < _STREAMED_BYTES:
+        return [*(yield from to_json(data, datatype, output_name))]
+    values = LongValues(data, datatype, output_name)
+    # The first elements tell whether the datatype has a JSON form.
+    next(values.texts())
+    return [values]
 
 
 def _cut(data: Array, datatype: str, output_name: str) -> Iterator[list[Any]]:

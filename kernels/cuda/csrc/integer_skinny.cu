@@ -3,13 +3,13 @@
 //
 // A block multiplies SKINNY_SLICES slices of 16 outputs, so that every processor reads about as
 // many weights. Its warps take units of 128 inputs in turn, each with a ring of its own in shared
-// memory, which the warp fills itself; SKINNY_SHARES warps divide the slices of a unit. A warp's
+// memory, which the warp fills itself; SKINNY_WARPS_N warps divide the slices of a unit. A warp's
 // registers hold the integers, the first operand of the matrix units, and rows of x, the second
 // one. The sums of a group of inputs are multiplied by its scales in float32. In the end the sums of
 // the warps are added up in shared memory, in a fixed order. Weights do not depend on the preceding
 // kernel: the rings fill with them before that kernel has ended.
 //
-// SKINNY_WARPS: warps of a block. SKINNY_DEPTH: units in a ring. SKINNY_GATED: the first half of the
+// SKINNY_WARPS: warps of a block. SKINNY_STAGES: units in a ring. SKINNY_GATED: the first half of the
 // slices are gates, the other half their ups. GEMM_FLOAT16: x is float16 instead of bfloat16.
 // Others: integer_units.cuh.
 #include "integer_units.cuh"
@@ -18,11 +18,11 @@
 
 namespace {
 
-constexpr int kWarps = SKINNY_WARPS, kShares = SKINNY_SHARES, kTeams = kWarps / kShares;
-constexpr int kSlices = SKINNY_SLICES, kDepth = SKINNY_DEPTH;
+constexpr int kWarps = SKINNY_WARPS, kWarpsN = SKINNY_WARPS_N, kWarpsK = kWarps / kWarpsN;
+constexpr int kSlices = SKINNY_SLICES, kStages = SKINNY_STAGES;
 constexpr int kHalves = SKINNY_GATED ? 2 : 1;
 constexpr int kOfHalf = kSlices / kHalves;  // slices of results
-constexpr int kOwn = kSlices / kShares;     // slices of a warp
+constexpr int kOwn = kSlices / kWarpsN;     // slices of a warp
 constexpr int kSliceOutputs = 16;
 constexpr int kPerUnit = kUnitOutputs / kSliceOutputs;
 constexpr int kRunBytes = 512;  // a slice's words, of which each lane loads four at once
@@ -38,7 +38,7 @@ constexpr int kMostRows = 8;
 constexpr int kChains = 2;  // sums that wait for different products
 
 static_assert(kSlices % kHalves == 0, "as many gates as ups");
-static_assert(kOwn * kShares == kSlices && kTeams * kShares == kWarps, "equal shares");
+static_assert(kOwn * kWarpsN == kSlices && kWarpsK * kWarpsN == kWarps, "each warp has as many slices, of as many warps");
 static_assert(kOwn * kScalesOfSlice <= 32 * 16, "a lane copies scales of a group at once");
 
 }  // namespace
@@ -54,7 +54,7 @@ struct Arguments {
     int inner_steps;  // units of the inner dimension
     int slices;       // of 16 outputs, of one half if gated; at least a block's
     int tiles;        // of a block's slices
-    int sums_at;      // where the teams' sums lie; 0: in the rings, if blocks have one tile
+    int sums_at;      // where the warps' sums lie; 0: in the rings, if blocks have one tile
     int is_float;     // whether out is float32
 };
 
@@ -67,11 +67,11 @@ __device__ __forceinline__ int warp_of() {
     return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
 }
 
-// A team has every kTeams-th unit of the inner dimension.
-__device__ __forceinline__ int team_of() { return warp_of() / kShares; }
+// Warps of the same place along the inner dimension have every kWarpsK-th unit of it.
+__device__ __forceinline__ int warp_k_of() { return warp_of() / kWarpsN; }
 
 __device__ __forceinline__ int units_of(const Arguments& args) {
-    return (args.inner_steps - team_of() + kTeams - 1) / kTeams;
+    return (args.inner_steps - warp_k_of() + kWarpsK - 1) / kWarpsK;
 }
 
 // The first slice of a tile. The last tile begins where it has all of its slices: some results are
@@ -109,7 +109,7 @@ struct Cursor {
 
     // Whether the next unit is the first one of another tile.
     __device__ __forceinline__ bool advance() {
-        if (++slot == kDepth) slot = 0;
+        if (++slot == kStages) slot = 0;
         if (--left > 0) return false;
         tile += gridDim.x;
         left = units_of(args);
@@ -130,12 +130,12 @@ struct WeightCursor : Cursor {
 
     // The bytes before a slice's first unit for this warp.
     __device__ __forceinline__ u64 unit_of(int slice) const {
-        const u64 unit = static_cast<u64>(slice / kPerUnit) * args.inner_steps + team_of();
+        const u64 unit = static_cast<u64>(slice / kPerUnit) * args.inner_steps + warp_k_of();
         return unit * kUnitBytes;
     }
     // The s-th slice of this warp in all of the weight.
     __device__ __forceinline__ int own_slice(int s) const {
-        const int own = warp_of() % kShares * kOwn + s;
+        const int own = warp_of() % kWarpsN * kOwn + s;
         return slice_of(args, tile) + own % kOfHalf + own / kOfHalf * args.slices;
     }
 
@@ -184,9 +184,9 @@ struct WeightCursor : Cursor {
         }
         copy_groups<kScalesOfSlice>(to + kScalesAt, scales);
         if (INT_ZEROS) copy_groups<kZerosOfSlice>(to + kZerosAt, zeros);
-        words += kTeams * kUnitBytes;
-        scales += kTeams * kUnitBytes;
-        if (INT_ZEROS) zeros += kTeams * kUnitBytes;
+        words += kWarpsK * kUnitBytes;
+        scales += kWarpsK * kUnitBytes;
+        if (INT_ZEROS) zeros += kWarpsK * kUnitBytes;
         if (advance()) begin();
     }
 };
@@ -202,7 +202,7 @@ struct RowCursor : Cursor {
     // 16 lanes have a row.
     __device__ __forceinline__ void begin() {
         from = args.x + static_cast<u64>(lane_of() / 16) * args.pitch +
-               team_of() * kUnitRowBytes + lane_of() % 16 * 16;
+               warp_k_of() * kUnitRowBytes + lane_of() % 16 * 16;
     }
 
     // Copies the rows of the next unit, if there is one.
@@ -214,7 +214,7 @@ struct RowCursor : Cursor {
         for (int n = 0; n < kMostRows; n += 2) {
             if (n + row < args.rows) copy_16(to + n * kPitch, from + n * args.pitch);
         }
-        from += kTeams * kUnitRowBytes;
+        from += kWarpsK * kUnitRowBytes;
         if (advance()) begin();
     }
 };
@@ -342,33 +342,33 @@ __device__ __forceinline__ void multiply_unit(u32 unit, int num_rows, Totals& to
 
 // ---- Results.
 
-// Where a lane's four sums of a slice lie, of one team.
-__device__ __forceinline__ u32 sums_of(u32 base, int team, int slice) {
-    return base + (((team * kSlices + slice) * 32 + lane_of()) << 4);
+// Where a lane's four sums of a slice lie, of one place along the inner dimension.
+__device__ __forceinline__ u32 sums_of(u32 base, int warp, int slice) {
+    return base + (((warp * kSlices + slice) * 32 + lane_of()) << 4);
 }
 
 __device__ __forceinline__ void write_totals(u32 base, const Totals& totals) {
-    const int first = warp_of() % kShares * kOwn;
+    const int first = warp_of() % kWarpsN * kOwn;
 #pragma unroll
     for (int s = 0; s < kOwn; ++s) {
         const float(&v)[4] = totals[s];
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                         sums_of(base, team_of(), first + s)),
+                         sums_of(base, warp_k_of(), first + s)),
                      "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
                      : "memory");
     }
 }
 
-// The sums of all teams.
-__device__ __forceinline__ void add_teams(u32 base, int slice, float (&sums)[4]) {
+// The sums of all warps of a slice.
+__device__ __forceinline__ void add_warps(u32 base, int slice, float (&sums)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = 0.0f;
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) {
+    for (int warp = 0; warp < kWarpsK; ++warp) {
         float v[4];
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                     : "r"(sums_of(base, team, slice))
+                     : "r"(sums_of(base, warp, slice))
                      : "memory");
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] += v[i];
@@ -410,10 +410,10 @@ __device__ __forceinline__ void store(const Arguments& args, int column,
 __device__ __forceinline__ void store_totals(const Arguments& args, int tile, u32 base) {
     for (int slice = warp_of(); slice < kOfHalf; slice += kWarps) {
         float sums[4];
-        add_teams(base, slice, sums);
+        add_warps(base, slice, sums);
         if (SKINNY_GATED) {
             float ups[4];
-            add_teams(base, slice + kOfHalf, ups);
+            add_warps(base, slice + kOfHalf, ups);
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[i] = gated(sums[i], ups[i]);
         }
@@ -428,15 +428,15 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const u32 base = shared_address(memory);
     const u32 stage_bytes = kWeightBytes + args.rows * kPitch;
-    const u32 ring = base + warp_of() * kDepth * stage_bytes;
+    const u32 ring = base + warp_of() * kStages * stage_bytes;
     let_next_kernel_start();
     WeightCursor weights(args, ring, stage_bytes);
     RowCursor rows(args, ring, stage_bytes);
 #pragma unroll 1
-    for (int n = 0; n < kDepth; ++n) weights.copy();
+    for (int n = 0; n < kStages; ++n) weights.copy();
     wait_for_previous_kernels();
 #pragma unroll 1
-    for (int n = 0; n < kDepth; ++n) {
+    for (int n = 0; n < kStages; ++n) {
         rows.copy();
         end_copies();
     }
@@ -446,14 +446,14 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
         Totals totals = {};
 #pragma unroll 1
         for (int n = 0; n < num_units; ++n) {
-            wait_for_copies<kDepth - 1>();
+            wait_for_copies<kStages - 1>();
             __syncwarp();
             multiply_unit(ring + slot * stage_bytes, args.rows, totals);
             __syncwarp();
             weights.copy();
             rows.copy();
             end_copies();
-            if (++slot == kDepth) slot = 0;
+            if (++slot == kStages) slot = 0;
         }
         // All have read their rings, and the sums of the tile before.
         __syncthreads();

@@ -60,9 +60,9 @@ VARIANTS = {
     ],
     "integer_skinny": [
         f"{UNITS} -DINT_BITS={bits} -DSKINNY_SLICES={slices} -DSKINNY_WARPS={warps} "
-        f"-DSKINNY_SHARES={shares} -DSKINNY_DEPTH=2 -DSKINNY_GATED={shares - 1}"
+        f"-DSKINNY_WARPS_N={warps_n} -DSKINNY_STAGES=2 -DSKINNY_GATED={warps_n - 1}"
         for bits in (4, 8)
-        for slices, warps, shares in ((3, 16, 1), (8, 8, 2), (4, 8, 1))
+        for slices, warps, warps_n in ((3, 16, 1), (8, 8, 2), (4, 8, 1))
     ],
     "integer_wide": [
         f"{UNITS} -DINT_BITS={bits} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2 "

@@ -76,13 +76,13 @@ def test_cuts_of_few_rows_fit_a_block(tiles, steps, is_gated, bits):
     units = few_units(tiles, steps, bits)
     for rows in range(1, integer_skinny.MAX_ROWS + 1):
         cut = integer_skinny.choose_cut(rows, units, is_gated=is_gated, processors=PROCESSORS)
-        own = cut.slices // cut.shares
-        assert own * cut.shares == cut.slices and own <= 32 // bits
+        own = cut.slices // cut.warps_n
+        assert own * cut.warps_n == cut.slices and own <= 32 // bits
         assert cut.warps == 8 or (cut.warps == 16 and cut.slices <= 3)
-        assert (cut.shares == 2) == is_gated
+        assert (cut.warps_n == 2) == is_gated
         assert cut.slices // (2 if is_gated else 1) <= units.outputs // (32 if is_gated else 16)
         ring = cut.ring_bytes(rows, units.unit_bytes)
-        assert cut.depth >= 1 and ring + cut.sums_bytes <= 227 << 10
+        assert cut.stages >= 1 and ring + cut.sums_bytes <= 227 << 10
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,12 @@ def test_long_and_short_outputs_keep_their_order(server):
     ]
 
 
+@pytest.mark.parametrize("value", [0.5, -3.0, 1e30])
+def test_a_single_float_is_no_list(server, value):
+    answer = server.post("/v2/models/echo/generate", {"FP32": value})
+    assert answer.json["OUT_FP32"] == float(np.float32(value))
+
+
 LONG = np.random.default_rng(1).standard_normal(300_001, np.float32)
 """More than a megabyte, of which the text is made while it is sent."""
 
