@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.compilations import hooks
-from trimaran.kernels.cuda import int8_cuts
+from trimaran.kernels.cuda import paired_cuts
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import HopperGemm
 from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm, compile_choice
@@ -28,11 +28,14 @@ MAX_ROWS = 128
 """Rows up to which this kernel is faster than the library for every product of FP8."""
 
 MAX_MANY_ROWS = 256
-"""The same for parts of many inputs, and for gates and ups that keep all processors busy. INT8
-has no such library: `int8_cuts` has tiles for more rows."""
+"""The same for parts of many inputs, and for gates and ups that keep all processors busy."""
 
-_TILES = (8, 16, 32, 64, 128, 256)
-"""Most rows of each tile."""
+MAX_PAIRED_ROWS = 1024
+"""Rows of FP8 up to which tiles of `paired_cuts` are faster than the library if they keep the
+processors busy. INT8 has no such library: its tiles have no such limit."""
+
+_TILES = (8, 16, 32, 64, 128, 256, 512, 768, 1024)
+"""Numbers of rows between which the choice is the same, or another kernel."""
 
 _FEW_ROWS = 64
 """Rows of the smallest tile."""
@@ -45,11 +48,16 @@ _GATED_COLUMNS = (80, 96, 112)
 _MANY_GATED = GemmShape(128, 224, 1, 2, 16, 0, shares_weights=True)
 """The tile of gated products of more than `MAX_ROWS` rows: two blocks share its weights."""
 
-_EARLY_GATED = 8
-"""Tiles of gates and ups in flight before the rows are ready: 2 % of a step of 64 rows less."""
+_EARLY = 8
+"""Tiles of weights in flight before the rows are ready: 2 % of a step of 64 rows less."""
 
 _MIN_BUSY = 0.9
 """Share of the processors' time that tiles fill, from which `_MANY_GATED` is faster."""
+
+_MIN_PAIRED_BUSY = 0.82
+"""The same of tiles of `paired_cuts`. On an H200 768 rows by 4,096 outputs of 14,336 values
+take 62 us and by the library 75, 512 by 6,144 of 4,096 21.4 and 25.8, 512 by 28,672 of 4,096
+with SwiGLU and quantization 95.7 and 98.2, 512 by 37,888 of 3,584 113 and 127."""
 
 _COLUMNS = (48, 64, 80, 96, 112)
 _MANY_COLUMNS = (64, 80, 96, 112)
@@ -63,6 +71,14 @@ _MAX_HALF_ROWS, _HALF_KIB = 16, 106
 _MORE_THAN_HALF_KIB = 124
 """Shared memory that leaves room for a block of another kernel, and for none of the same: all
 processors get a block of the product."""
+
+_BESIDE_ATTENTION_BYTES = 115 << 10
+"""Shared memory of a ring that leaves room for a block of attention, which then reads its first
+keys while the product still runs: 1 % of a layer of 64 rows."""
+
+_MIN_HALVES_BUSY = 0.7
+"""Share of the processors for which 65 to 128 rows have two tiles of 64 rows: 2 % of a layer of
+128 rows less than with one tile of 128."""
 
 _FEW_BYTES = 200 << 10
 """Weights of a block up to which blocks of other kernels should run beside it."""
@@ -108,6 +124,8 @@ def gated_cut(num_rows: int, outputs: int, processors: int) -> Cut | None:
         turns = -(-tiles // clusters) if clusters else 0
         is_busy = turns > 0 and tiles >= _MIN_BUSY * turns * clusters
         return _MANY_GATED if is_busy else None
+    if num_rows > MAX_MANY_ROWS:
+        return _paired_cut(num_rows, outputs, processors, "gated")
     if not 0 < num_rows <= MAX_ROWS:
         return None
 
@@ -116,7 +134,7 @@ def gated_cut(num_rows: int, outputs: int, processors: int) -> Cut | None:
         return -(-tiles // processors) * columns
 
     columns = min(reversed(_GATED_COLUMNS), key=max_columns)
-    return GemmShape(_tile_rows(num_rows), columns, max_early=_EARLY_GATED)
+    return GemmShape(_tile_rows(num_rows), columns, max_early=_EARLY)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -174,31 +192,43 @@ def whole_cut(
     """The cut of a product that is stored whole; None if another kernel is faster. Unless
     ``is_split`` no blocks share the inputs, whose sums they add up in float32.
 
-    On an H200 128 rows by 6,144 outputs of 4,096 values take 14.1 us with the quantization, by
-    the library 16.0; 4,096 outputs of 14,336 values 30 and 42. A graph of layers of the 8B
-    shape is 3 % shorter for 1 row with `_MORE_THAN_HALF_KIB` than with `_HALF_KIB`, and 4 %
-    for 16 rows than with all of the shared memory.
+    On an H200 64 and 128 rows by 6,144 outputs of 4,096 values take 9.4 and 10.5 us, by the
+    library 14.1 and 14.5, and 64 by Triton 12.2; a layer of 64 rows is 3 % shorter than with
+    Triton's. A graph of layers of the 8B shape is 3 % shorter for 1 row with
+    `_MORE_THAN_HALF_KIB` than with `_HALF_KIB`, and 4 % for 16 rows than with all of the shared
+    memory.
     """
     if 0 < num_rows <= MAX_SKINNY_ROWS:
         shape = SkinnyShape.of_rows(num_rows, SkinnyShape.even_lines(outputs, processors))
         return _beside_others(shape, inner, _MORE_THAN_HALF_KIB)
     if MAX_ROWS < num_rows <= MAX_MANY_ROWS:
         return _many_cut(outputs, processors)
-    if not _FEW_ROWS < num_rows <= MAX_ROWS:
+    if num_rows > MAX_MANY_ROWS:
+        return _paired_cut(num_rows, outputs, processors, "plain")
+    if num_rows < 1:
         return None
+    halves = 2 * -(-outputs // 128)
+    if num_rows > _FEW_ROWS and _MIN_HALVES_BUSY * processors <= halves <= processors:
+        return GemmShape(_FEW_ROWS, 128, max_early=_EARLY)
+    # Columns whose weights take as long as the exchange of sums.
+    exchange = 8 if num_rows > _FEW_ROWS else 16 * 4096 // inner
 
     def weights_of_a_block(cut: tuple[int, int]) -> float:
         columns, split = cut
         tiles = -(-outputs // columns)
-        exchange = 0 if split == 1 else 8
-        return -(-tiles * split // processors) * columns / split + exchange
+        weights = -(-tiles * split // processors) * columns / split
+        return weights if split == 1 else weights + exchange
 
     most = 3 if is_split else 1
     splits = [
         split for split in range(1, most + 1) if split == 1 or inner >= split * _MIN_INPUTS
     ]
     cuts = [(columns, split) for split in splits for columns in _COLUMNS]
-    return GemmShape(_tile_rows(num_rows), *min(cuts, key=weights_of_a_block))
+    cut = GemmShape(_tile_rows(num_rows), *min(cuts, key=weights_of_a_block))
+    if num_rows > _FEW_ROWS:
+        return cut
+    stages = max(4, _BESIDE_ATTENTION_BYTES // cut.stage_bytes)
+    return replace(cut, max_stages=stages, max_early=_EARLY)
 
 
 def _many_cut(outputs: int, processors: int) -> GemmShape | None:
@@ -214,6 +244,15 @@ def _many_cut(outputs: int, processors: int) -> GemmShape | None:
             sharing = 2 if columns == _MANY_COLUMNS[0] else 1
             return GemmShape(128, columns, 1, sharing, shares_weights=sharing > 1)
     return None
+
+
+def _paired_cut(num_rows: int, outputs: int, processors: int, kind: Kind) -> GemmShape | None:
+    """Tiles of many rows that pairs of blocks share, if these keep the processors busy."""
+    if num_rows > MAX_PAIRED_ROWS:
+        return None
+    tile = paired_cuts.choose(num_rows, outputs, processors, kind)
+    share = paired_cuts.busy_share(num_rows, outputs, processors, tile)
+    return tile if share >= _MIN_PAIRED_BUSY else None
 
 
 def _tile_rows(num_rows: int) -> int:
@@ -246,7 +285,7 @@ def _cut_of(num_rows: int, product: _Product) -> Cut | None:
     if kind == "parts":
         return None if is_fixed else parts_cut(num_rows, outputs, inner, processors)
     if is_int8 and num_rows > MAX_ROWS:
-        return int8_cuts.choose(num_rows, outputs, processors, kind)
+        return paired_cuts.choose(num_rows, outputs, processors, kind)
     if kind == "gated":
         return gated_cut(num_rows, outputs, processors)
     return whole_cut(num_rows, outputs, inner, processors, is_split=not is_fixed)
@@ -271,7 +310,7 @@ def multiply_gated(x: ByteRows, weight: ByteWeight) -> Tensor:
 def takes_groups(num_rows: int, weight: ByteWeight) -> bool:
     """Whether `multiply_parts` takes so many rows with a scale for each group of inputs, or
     `multiply` where there are no parts."""
-    if weight.values.shape[1] % GROUP:
+    if weight.values.shape[1] % GROUP or num_rows > MAX_MANY_ROWS:
         return False
     return can_make_parts(num_rows, weight) or can_multiply_whole(num_rows, weight)
 
@@ -310,7 +349,7 @@ def _multiply(x: ByteRows, weight: ByteWeight, product: _Product) -> Tensor:
 def _compile(product: _Product, dtype: torch.dtype, has_groups: bool) -> None:
     """Compile the kernels of all numbers of rows in parallel, at a weight's first use."""
     size, _, kind, numbers, _ = product
-    rows = (*_TILES, *int8_cuts.NUMBERS_OF_ROWS) if numbers == "INT8" else _TILES
+    rows = (*_TILES, *paired_cuts.NUMBERS_OF_ROWS) if numbers == "INT8" else _TILES
     cuts = {cut for each in rows if (cut := _cut_of(each, product)) is not None}
     compile_one = functools.partial(
         compile_choice, dtype=dtype, kind=kind, numbers=numbers, has_groups=has_groups

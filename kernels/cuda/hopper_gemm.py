@@ -108,9 +108,9 @@ class HopperGemm:
         """The same of e4m3 or int8 values that are multiplied by float32 scales of rows, in the
         dtype of the kernel.
 
-        D is a multiple of 16. Sums of e4m3 are added to float32 after each 128 values, sums of
-        int8 are exact integers. For a kernel that was made with ``numbers``; with
-        ``has_groups``, ``scales_T`` is [G, P] of `ByteRows`.
+        D is a multiple of 16. Sums of e4m3 have 22 bits, sums of int8 are exact integers. For a
+        kernel that was made with ``numbers``; with ``has_groups``, ``scales_T`` is [G, P] of
+        `ByteRows`, and the sums of each group are added to float32.
         """
         pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
         return self._multiply(*pairs, self._dtype, (scales_T, scales_E))
@@ -197,10 +197,8 @@ def compile_gemm(
         defines.append("GEMM_FLOAT16")
     if numbers:
         defines.append(f"GEMM_{numbers}")
-    if numbers == "FP8":
-        defines.append(f"GEMM_PRODUCT_CHUNKS={_product_chunks(shape)}")
     if has_groups:
-        defines.append("GEMM_GROUPS")
+        defines += ["GEMM_GROUPS", f"GEMM_PRODUCT_CHUNKS={_product_chunks(shape)}"]
     return load_cubin("gemm", "sm_90a", tuple(defines))
 
 
@@ -212,8 +210,8 @@ def _num_stages(shape: GemmShape, has_groups: bool) -> int:
 
 
 def _product_chunks(shape: GemmShape) -> int:
-    """Chunks of 16 columns that an FP8 product multiplies at a time: the sums of a step must
-    fit the registers beside those of all steps."""
+    """Chunks of 16 columns that a product of FP8 groups multiplies at a time: the sums of a
+    group must fit the registers beside those of all groups."""
     chunks = shape.columns // 16
     sums = shape.rows // 64 // shape.warpgroups * 8 * chunks
     is_wide = sums > (96 if shape.warpgroups < 3 else 48)

@@ -37,6 +37,8 @@ MANY = [(65, 4096, 4096), (300, 1032, 528), (1024, 6144, 4096)]
 TOLERANCE = 4e-3
 """Norm of the deviation relative to the result's: rounding to bf16 makes 1.6e-3, and Hopper's
 own sums of 22 bits add to it."""
+GATED_TOLERANCE = 6e-3
+"""That of a function of two products."""
 
 
 def drawn(rows, inner, dtype=torch.bfloat16, seed=0):
@@ -151,7 +153,7 @@ def test_gated_products_are_those_of_the_torch_twin(rows, outputs, inner, dtype)
     whole = byte_reference.ReferenceProduct(weight, ByteInputs())(x.float())
     gated = product.gated(x)
     assert gated is not None and gated.dtype is dtype
-    assert error(gated, silu_and_mul(whole)) < TOLERANCE
+    assert error(gated, silu_and_mul(whole)) < GATED_TOLERANCE
     factor = torch.ones(inner, device=DEVICE).to(dtype)
     normed = norm.rms_norm(x, factor, 1.0)
     quantized = ByteRows(*quantize_tokens(normed, ByteInputs()), dtype)
@@ -160,7 +162,7 @@ def test_gated_products_are_those_of_the_torch_twin(rows, outputs, inner, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 9, 16, 32, 33, 64, 65, 128, 129, 256, 300])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 32, 33, 64, 65, 128, 129, 256, 300, 500, 1024])
 @pytest.mark.parametrize(
     ("outputs", "inner"), [(4096, 4096), (6144, 4096), (4096, 14336), (544, 1552), (96, 16)]
 )
@@ -180,14 +182,14 @@ def test_whole_products_and_parts_are_those_of_the_torch_twin(rows, outputs, inn
     assert (parts is None) == (rows > (256 if inner >= 8192 else 128) or inner < 1024)
 
 
-@pytest.mark.parametrize("rows", [129, 160, 256])
+@pytest.mark.parametrize("rows", [129, 160, 256, 512, 1000])
 def test_gated_products_of_many_rows_are_those_of_the_torch_twin(rows):
     weight, x = weight_of(28672, 4096), drawn(rows, 4096)
     x = x / x.abs().amax(1, keepdim=True)
     gated = GpuByteProduct(weight, ByteInputs(), is_fixed=False).gated(x)
     assert gated is not None
     whole = byte_reference.ReferenceProduct(weight, ByteInputs())(x.float())
-    assert error(gated, silu_and_mul(whole)) < TOLERANCE
+    assert error(gated, silu_and_mul(whole)) < GATED_TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

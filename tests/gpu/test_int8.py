@@ -10,7 +10,7 @@ from tests.gpu.test_fp8 import drawn, error, same_rows
 from tests.gpu.test_kv_cache_engine import PROMPTS
 from trimaran.kernels import byte_reference, integer_reference
 from trimaran.kernels.byte_products import FIXED_TILE, GpuByteProduct, stream_tile
-from trimaran.kernels.cuda import byte_gemm, int8_cuts
+from trimaran.kernels.cuda import byte_gemm, paired_cuts
 from trimaran.kernels.quantized import INT8, ByteInputs, ByteRows, ByteWeight
 from trimaran.kernels.reference import silu_and_mul
 from trimaran.kernels.triton import elementwise, norm
@@ -135,13 +135,13 @@ def test_gated_products_are_those_of_exact_sums(rows, outputs, inner, dtype):
 
 @pytest.mark.parametrize(
     ("kind", "columns"),
-    [(kind, columns) for kind in ("plain", "gated") for columns in int8_cuts.widths(kind)],
+    [(kind, columns) for kind in ("plain", "gated") for columns in paired_cuts.widths(kind)],
 )
 @pytest.mark.parametrize("rows", [129, 700])
 def test_every_tile_of_many_rows_multiplies_exactly(rows, kind, columns):
     weight, x = weight_of(1056, 528), rows_of(rows, 528)
     quantized = ByteRows(*quantize_tokens(x, TOKENS), x.dtype)
-    cut = int8_cuts.tile_of(columns)
+    cut = paired_cuts.tile_of(columns)
     kernel = byte_gemm._kernel(cut, kind, x.dtype, DEVICE, "INT8", False)
     found = kernel.multiply_bytes(*quantized[:2], *weight[:2])
     expected = exact(quantized, weight)

@@ -14,12 +14,13 @@
 // 1 where the blocks that share work have neighbouring rows of x. GEMM_GATED: w holds gate rows
 // above as many up rows; out = silu(x @ gate.T) * (x @ up.T). GEMM_FLOAT16: float16 instead of
 // bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in bfloat16, with a scale for each row.
-// The matrix units' own sums of FP8 have 22 bits: they are added to float32 after each 128.
-// GEMM_GROUPS: rows of x have a scale for each 128 values, which are copied beside them.
+// The matrix units' sums of FP8 have 22 bits. GEMM_GROUPS: rows of x have a scale for each 128
+// values, which are copied beside them; sums of 128 values are scaled and added to float32.
 // GEMM_INT8: x and w are signed bytes, copied and scaled likewise; sums are exact integers.
 #include "gemm_sums.cuh"
 #include "wide_product.cuh"
 #if defined(GEMM_FP8) || defined(GEMM_INT8)
+#define GEMM_BYTES
 #include "scaled_sums.cuh"
 #endif
 
@@ -145,7 +146,7 @@ __device__ __forceinline__ void clear(Sum (&sums)[GEMM_MI][SUMS]) {
     }
 }
 
-#ifdef GEMM_FP8
+#ifdef GEMM_GROUPS
 __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
                                               Ring& ring, const Tile& tile,
                                               float (&sums)[GEMM_MI][kSums]) {
@@ -155,15 +156,11 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
     clear(sums);
     clear(short_sums);
     Scales scales(args, tile);
-#ifdef GEMM_GROUPS
     float own[GEMM_MI][2];
-#endif
     // Products that run while others are added up are serialised by the compiler, and slower.
     for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
         barrier_wait(ring.filled(), ring.parity);
-#ifdef GEMM_GROUPS
         load_group(ring.stage, own);
-#endif
         const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
@@ -191,11 +188,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
 #pragma unroll
                 for (int j = 0; j < kShort; ++j) {
                     float& sum = sums[i][piece * kShort + j];
-#ifdef GEMM_GROUPS
                     sum = fmaf(short_sums[i][j], own[i][j / 2 % 2], sum);
-#else
-                    sum += short_sums[i][j];
-#endif
                 }
             }
         }
@@ -203,13 +196,13 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
     scales.apply(args, sums, sums);
 }
 #else
-// INT8 is summed up in integers that become `sums` once they are complete.
+// Sums of bytes are scaled once they are complete.
 __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
                                               Ring& ring, const Tile& tile,
                                               float (&sums)[GEMM_MI][kSums]) {
     const int warpgroup = threadIdx.x / 128, num_steps = tile.num_steps;
     u32 last = 0;
-#ifdef GEMM_INT8
+#ifdef GEMM_BYTES
     Sum totals[GEMM_MI][kSums];
     Scales scales(args, tile);
 #else
@@ -229,7 +222,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
             }
         }
         products_commit();
-#ifdef GEMM_INT8
+#ifdef GEMM_BYTES
         if (n == 0) scales.load_rows(args, tile);
 #endif
         products_wait<1>();
@@ -238,7 +231,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
     }
     products_wait<0>();
     release(args, place, last);
-#ifdef GEMM_INT8
+#ifdef GEMM_BYTES
 #pragma unroll
     for (int i = 0; i < GEMM_MI; ++i) pin(totals[i]);
     scales.apply(args, totals, sums);

@@ -12,8 +12,8 @@
 // as many up rows; out = silu(x @ gate.T) * (x @ up.T). Copies put 8 gate rows and their 8 up
 // rows next to each other, so that one thread gets both. GEMM_FLOAT16: float16 instead of
 // bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in bfloat16, with scales
-// (grouped_scales.cuh). The matrix units' own sums of FP8 have 22 bits: they are added to float32
-// after each 128 inputs.
+// (grouped_scales.cuh). The matrix units' sums of FP8 have 22 bits; with GEMM_GROUPS the sums of
+// 128 inputs are scaled and added to float32.
 #include "grouped_tiles.cuh"
 #include "results.cuh"
 #include "wide_product.cuh"
@@ -233,7 +233,7 @@ __device__ __forceinline__ void store_run(const Arguments& args, const Work& wor
     }
 }
 
-#ifdef GEMM_FP8
+#ifdef GEMM_GROUPS
 // Multiplies and stores one run. Products that run while others are added up are serialised by the
 // compiler, and slower.
 template <int CHUNKS>
@@ -273,7 +273,6 @@ __device__ __forceinline__ void make_run(const Arguments& args, const Work& work
             scales.add(i, short_sums[i], sums[i]);
         }
     }
-    scales.apply(sums);
     store_run<CHUNKS>(args, work, sums);
 }
 #else
@@ -282,6 +281,9 @@ template <int CHUNKS>
 __device__ __forceinline__ void make_run(const Arguments& args, const Work& work, Ring& ring,
                                          float (&sums)[GROUPED_MI][8 * GEMM_CHUNKS]) {
     u32 last = 0;
+#ifdef GEMM_FP8
+    Scales<CHUNKS> scales(args, work);
+#endif
 #pragma unroll
     for (int i = 0; i < GROUPED_MI; ++i) {
 #pragma unroll
@@ -306,6 +308,11 @@ __device__ __forceinline__ void make_run(const Arguments& args, const Work& work
     }
     products_wait<0>();
     release(args, last);
+#ifdef GEMM_FP8
+#pragma unroll
+    for (int i = 0; i < GROUPED_MI; ++i) pin(sums[i]);
+    scales.apply(sums);
+#endif
     store_run<CHUNKS>(args, work, sums);
 }
 #endif

@@ -66,8 +66,8 @@ struct Scales {
         }
     }
 
-    __device__ __forceinline__ void load_step(const Arguments& args, int step) {
 #ifdef GEMM_GROUPS
+    __device__ __forceinline__ void load_step(const Arguments& args, int step) {
 #pragma unroll
         for (int i = 0; i < GROUPED_MI; ++i) {
 #pragma unroll
@@ -76,7 +76,6 @@ struct Scales {
             }
         }
         load_rows(args, step);
-#endif
     }
 
     // The sums of a step.
@@ -85,17 +84,12 @@ struct Scales {
                                         float (&sums)[SUMS]) const {
 #pragma unroll
         for (int n = 0; n < 8 * CHUNKS; ++n) {
-#ifdef GEMM_GROUPS
             sums[n] = fmaf(more[n], outputs[i][n / 2 % 2] * rows[n / 4][n % 2], sums[n]);
-#else
-            sums[n] += more[n];
-#endif
         }
     }
-
+#else
     template <int SUMS>
     __device__ __forceinline__ void apply(float (&sums)[GROUPED_MI][SUMS]) const {
-#ifndef GEMM_GROUPS
 #pragma unroll
         for (int i = 0; i < GROUPED_MI; ++i) {
 #pragma unroll
@@ -103,8 +97,8 @@ struct Scales {
                 sums[i][n] *= outputs[i][n / 2 % 2] * rows[n / 4][n % 2];
             }
         }
-#endif
     }
+#endif
 };
 
 }  // namespace

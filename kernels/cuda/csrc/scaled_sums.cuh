@@ -6,10 +6,10 @@
 namespace {
 
 // Whether a tile is so wide that its products and scales would not fit registers at once.
-#ifdef GEMM_INT8
-constexpr bool kIsWide = GEMM_MI * kSums > (GEMM_WARPGROUPS < 3 ? 96 : 48);
-#else
+#ifdef GEMM_GROUPS
 constexpr bool kIsWide = GEMM_PRODUCT_CHUNKS < GEMM_CHUNKS;
+#else
+constexpr bool kIsWide = GEMM_MI * kSums > (GEMM_WARPGROUPS < 3 ? 96 : 48);
 #endif
 
 // Those of this thread's columns, read while the tile is multiplied, and of its rows, which the

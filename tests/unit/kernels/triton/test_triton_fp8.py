@@ -229,6 +229,8 @@ def test_gates_and_ups_of_many_rows_are_multiplied_by_two_blocks_if_these_keep_a
     cut.check("gated")
     assert byte_gemm.gated_cut(129, 28672, 132) == cut
     assert byte_gemm.gated_cut(257, 28672, 132) is None
+    assert byte_gemm.gated_cut(512, 28672, 132).columns == 224
+    assert byte_gemm.gated_cut(1025, 28672, 132) is None
     assert byte_gemm.gated_cut(256, 4096, 132) is None
 
 
@@ -258,10 +260,38 @@ def test_parts_of_more_rows_are_made_of_many_inputs_alone():
 
 @pytest.mark.parametrize(
     ("rows", "cut"),
-    [(64, None), (65, GemmShape(128, 48)), (128, GemmShape(128, 48)), (257, None)],
+    [
+        (33, GemmShape(64, 48, max_stages=8, max_early=8)),
+        (64, GemmShape(64, 48, max_stages=8, max_early=8)),
+        (65, GemmShape(64, 128, max_early=8)),
+        (128, GemmShape(64, 128, max_early=8)),
+        (257, None),
+    ],
 )
-def test_whole_products_of_more_rows_than_a_tile_of_64(rows, cut):
+def test_whole_products_of_more_rows_than_the_skinny_kernel_takes(rows, cut):
     assert byte_gemm.whole_cut(rows, 6144, 4096, 132) == cut
+
+
+def test_a_product_of_64_rows_leaves_room_for_a_block_of_attention():
+    of_processor, of_attention = 226 << 10, 99 << 10
+    cut = byte_gemm.whole_cut(64, 6144, 4096, 132)
+    assert cut.stages * cut.stage_bytes <= of_processor - of_attention
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"),
+    [(512, 6144, 192), (768, 4096, 192), (1024, 4096, 256), (900, 6144, 192),
+     # Padding would keep the processors busy.
+     (384, 6144, None), (600, 4096, None), (1025, 4096, None)],
+)  # fmt: skip
+def test_pairs_of_blocks_multiply_many_rows_if_these_fill_their_tiles(rows, outputs, columns):
+    cut = byte_gemm.whole_cut(rows, outputs, 4096, 132)
+    assert (cut and cut.columns) == columns
+    if cut is not None:
+        cut.check("plain")
+        assert cut.shares_weights and cut in {
+            byte_gemm.whole_cut(each, outputs, 4096, 132) for each in byte_gemm._TILES
+        }
 
 
 @pytest.mark.parametrize("outputs", [4096, 6144])

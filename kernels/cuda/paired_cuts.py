@@ -1,4 +1,5 @@
-"""The cuts of INT8 products of many rows on Hopper: an estimate of time chooses the tile."""
+"""The cuts of products of many rows of bytes on Hopper: pairs of blocks share weights, and an
+estimate of time chooses the tile."""
 
 from __future__ import annotations
 
@@ -45,8 +46,19 @@ def choose(num_rows: int, outputs: int, processors: int, kind: Kind) -> GemmShap
     is whole or ``gated``."""
 
     def columns_in_turn(columns: int) -> int:
-        pairs = -(-min(num_rows, _MAX_ROWS) // (2 * _ROWS)) * -(-outputs // columns)
-        turns = -(-pairs // max(processors // 2, 1))
+        turns = _turns(num_rows, outputs, processors, columns)
         return turns * (max(columns, _LEAST) + _START)
 
     return tile_of(min(reversed(widths(kind)), key=columns_in_turn))
+
+
+def _turns(num_rows: int, outputs: int, processors: int, columns: int) -> int:
+    """Tiles that a pair of blocks multiplies one after the other."""
+    pairs = -(-min(num_rows, _MAX_ROWS) // (2 * _ROWS)) * -(-outputs // columns)
+    return -(-pairs // max(processors // 2, 1))
+
+
+def busy_share(num_rows: int, outputs: int, processors: int, tile: GemmShape) -> float:
+    """The share of the processors' products that are results, for up to 16,384 rows."""
+    turns = _turns(num_rows, outputs, processors, tile.columns)
+    return num_rows * outputs / (turns * (processors // 2) * 2 * _ROWS * tile.columns)

@@ -1,16 +1,16 @@
-"""The cuts of INT8 products of many rows."""
+"""The cuts of products of many rows of bytes."""
 
 from __future__ import annotations
 
 import pytest
 
-from trimaran.kernels.cuda import byte_gemm, int8_cuts
+from trimaran.kernels.cuda import byte_gemm, paired_cuts
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])
 def test_the_kernel_supports_every_tile(kind):
-    for columns in int8_cuts.widths(kind):
-        int8_cuts.tile_of(columns).check(kind)
+    for columns in paired_cuts.widths(kind):
+        paired_cuts.tile_of(columns).check(kind)
 
 
 @pytest.mark.parametrize(
@@ -28,15 +28,17 @@ def test_the_kernel_supports_every_tile(kind):
     ],
 )
 def test_the_tile_is_the_one_that_the_processors_multiply_soonest(rows, outputs, kind, columns):
-    assert int8_cuts.choose(rows, outputs, 132, kind).columns == columns
+    assert paired_cuts.choose(rows, outputs, 132, kind).columns == columns
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])
 @pytest.mark.parametrize("outputs", [96, 4096, 28672])
 def test_all_tiles_are_known_before_the_rows_are(outputs, kind):
-    known = {int8_cuts.choose(rows, outputs, 132, kind) for rows in int8_cuts.NUMBERS_OF_ROWS}
+    known = {
+        paired_cuts.choose(rows, outputs, 132, kind) for rows in paired_cuts.NUMBERS_OF_ROWS
+    }
     for rows in (129, 255, 257, 1000, 8191, 16384, 20000, 100_000):
-        assert int8_cuts.choose(rows, outputs, 132, kind) in known
+        assert paired_cuts.choose(rows, outputs, 132, kind) in known
 
 
 @pytest.mark.parametrize("rows", [1, 32, 65, 128, 129, 1000])
