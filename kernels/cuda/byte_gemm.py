@@ -116,18 +116,18 @@ def gated_cut(num_rows: int, outputs: int, processors: int) -> Cut | None:
     On an H200 256 rows by 28,672 outputs of 4,096 values, with the quantization of the results,
     take up to 5 us of 70 less than the library and SwiGLU.
     """
-    if 0 < num_rows <= MAX_SKINNY_ROWS:
+    if num_rows < 1:
+        return None
+    if num_rows <= MAX_SKINNY_ROWS:
         return SkinnyShape.of_rows(num_rows, SkinnyShape.even_lines(outputs // 2, processors))
-    if MAX_ROWS < num_rows <= MAX_MANY_ROWS:
+    if num_rows > MAX_MANY_ROWS:
+        return _paired_cut(num_rows, outputs, processors, "gated")
+    if num_rows > MAX_ROWS:
         clusters = processors // _MANY_GATED.sharing
         tiles = -(-outputs // _MANY_GATED.columns)
         turns = -(-tiles // clusters) if clusters else 0
         is_busy = turns > 0 and tiles >= _MIN_BUSY * turns * clusters
         return _MANY_GATED if is_busy else None
-    if num_rows > MAX_MANY_ROWS:
-        return _paired_cut(num_rows, outputs, processors, "gated")
-    if not 0 < num_rows <= MAX_ROWS:
-        return None
 
     def max_columns(columns: int) -> int:
         tiles = -(-outputs // columns)
@@ -198,37 +198,46 @@ def whole_cut(
     `_MORE_THAN_HALF_KIB` than with `_HALF_KIB`, and 4 % for 16 rows than with all of the shared
     memory.
     """
-    if 0 < num_rows <= MAX_SKINNY_ROWS:
-        shape = SkinnyShape.of_rows(num_rows, SkinnyShape.even_lines(outputs, processors))
-        return _beside_others(shape, inner, _MORE_THAN_HALF_KIB)
-    if MAX_ROWS < num_rows <= MAX_MANY_ROWS:
-        return _many_cut(outputs, processors)
-    if num_rows > MAX_MANY_ROWS:
-        return _paired_cut(num_rows, outputs, processors, "plain")
     if num_rows < 1:
         return None
+    if num_rows <= MAX_SKINNY_ROWS:
+        shape = SkinnyShape.of_rows(num_rows, SkinnyShape.even_lines(outputs, processors))
+        return _beside_others(shape, inner, _MORE_THAN_HALF_KIB)
+    if num_rows > MAX_MANY_ROWS:
+        return _paired_cut(num_rows, outputs, processors, "plain")
+    if num_rows > MAX_ROWS:
+        return _many_cut(outputs, processors)
     halves = 2 * -(-outputs // 128)
     if num_rows > _FEW_ROWS and _MIN_HALVES_BUSY * processors <= halves <= processors:
         return GemmShape(_FEW_ROWS, 128, max_early=_EARLY)
     # Columns whose weights take as long as the exchange of sums.
     exchange = 8 if num_rows > _FEW_ROWS else 16 * 4096 // inner
+    columns, split = _fewest_weights(outputs, inner, processors, 3 if is_split else 1, exchange)
+    cut = GemmShape(_tile_rows(num_rows), columns, split)
+    if num_rows > _FEW_ROWS:
+        return cut
+    stages = max(4, _BESIDE_ATTENTION_BYTES // cut.stage_bytes)
+    return replace(cut, max_stages=stages, max_early=_EARLY)
 
-    def weights_of_a_block(cut: tuple[int, int]) -> float:
+
+def _fewest_weights(
+    outputs: int, inner: int, processors: int, max_split: int, exchange: int
+) -> tuple[int, int]:
+    """The columns of a tile, and the blocks that share its inputs, by which a processor reads
+    the fewest weights. An exchange of sums takes as long as the weights of ``exchange``
+    columns."""
+
+    def weights_of_a_processor(cut: tuple[int, int]) -> float:
         columns, split = cut
         tiles = -(-outputs // columns)
         weights = -(-tiles * split // processors) * columns / split
         return weights if split == 1 else weights + exchange
 
-    most = 3 if is_split else 1
     splits = [
-        split for split in range(1, most + 1) if split == 1 or inner >= split * _MIN_INPUTS
+        split for split in range(1, max_split + 1) if split == 1 or inner >= split * _MIN_INPUTS
     ]
     cuts = [(columns, split) for split in splits for columns in _COLUMNS]
-    cut = GemmShape(_tile_rows(num_rows), *min(cuts, key=weights_of_a_block))
-    if num_rows > _FEW_ROWS:
-        return cut
-    stages = max(4, _BESIDE_ATTENTION_BYTES // cut.stage_bytes)
-    return replace(cut, max_stages=stages, max_early=_EARLY)
+    return min(cuts, key=weights_of_a_processor)
 
 
 def _many_cut(outputs: int, processors: int) -> GemmShape | None:
