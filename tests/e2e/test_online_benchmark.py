@@ -42,14 +42,14 @@ def run(*flags):
 
 def test_a_measured_point_is_one_line_with_load_runs_and_command(tmp_path):
     path = tmp_path / "lines.jsonl"
-    flags = ["--protocols", "http", "--points", "467/256@16", *SMALL, "--json", path]
+    flags = ["--protocols", "http", "--points", "467/256@2", *SMALL, "--json", path]
     flags += ["--runs", "2"]
 
     code, out, err = run(*flags)
 
     assert code == 0, out + err
     (line,) = map(json.loads, path.read_text().splitlines())
-    named = {"isl": 467, "osl": 256, "requests": 2, "request_rate": 16.0, "concurrency": 500}
+    named = {"isl": 467, "osl": 256, "requests": 2, "request_rate": 2.0, "concurrency": 500}
     assert line.items() >= {**named, "temperature": 1.0, "failed_requests": 0}.items()
     assert line["out_tok_s"] > 0
     assert len(line["out_tok_s_runs"]) == 2
