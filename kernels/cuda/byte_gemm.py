@@ -54,10 +54,11 @@ _EARLY = 8
 _MIN_BUSY = 0.9
 """Share of the processors' time that tiles fill, from which `_MANY_GATED` is faster."""
 
-_MIN_PAIRED_BUSY = 0.82
-"""The same of tiles of `paired_cuts`. On an H200 768 rows by 4,096 outputs of 14,336 values
-take 62 us and by the library 75, 512 by 6,144 of 4,096 21.4 and 25.8, 512 by 28,672 of 4,096
-with SwiGLU and quantization 95.7 and 98.2, 512 by 37,888 of 3,584 113 and 127."""
+_MIN_UTILIZATION = 0.82
+"""Utilization from which tiles of `paired_cuts` are faster. On an H200 768 rows by 4,096
+outputs of 14,336 values take 62 us and by the library 75, 512 by 6,144 of 4,096 21.4 and 25.8,
+512 by 28,672 of 4,096 with SwiGLU and quantization 95.7 and 98.2, 512 by 37,888 of 3,584 113
+and 127."""
 
 _COLUMNS = (48, 64, 80, 96, 112)
 _MANY_COLUMNS = (64, 80, 96, 112)
@@ -125,8 +126,8 @@ def gated_cut(num_rows: int, outputs: int, processors: int) -> Cut | None:
     if num_rows > MAX_ROWS:
         clusters = processors // _MANY_GATED.sharing
         tiles = -(-outputs // _MANY_GATED.columns)
-        turns = -(-tiles // clusters) if clusters else 0
-        is_busy = turns > 0 and tiles >= _MIN_BUSY * turns * clusters
+        waves = -(-tiles // clusters) if clusters else 0
+        is_busy = waves > 0 and tiles >= _MIN_BUSY * waves * clusters
         return _MANY_GATED if is_busy else None
 
     def max_columns(columns: int) -> int:
@@ -260,8 +261,8 @@ def _paired_cut(num_rows: int, outputs: int, processors: int, kind: Kind) -> Gem
     if num_rows > MAX_PAIRED_ROWS:
         return None
     tile = paired_cuts.choose(num_rows, outputs, processors, kind)
-    share = paired_cuts.busy_share(num_rows, outputs, processors, tile)
-    return tile if share >= _MIN_PAIRED_BUSY else None
+    utilization = paired_cuts.utilization(num_rows, outputs, processors, tile)
+    return tile if utilization >= _MIN_UTILIZATION else None
 
 
 def _tile_rows(num_rows: int) -> int:

@@ -42,23 +42,28 @@ def widths(kind: Kind) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def choose(num_rows: int, outputs: int, processors: int, kind: Kind) -> GemmShape:
-    """The tile by which the processors multiply the fewest columns in turn, for a product that
-    is whole or ``gated``."""
+    """The tile whose waves have the fewest columns together, for a product that is whole or
+    ``gated``."""
 
-    def columns_in_turn(columns: int) -> int:
-        turns = _turns(num_rows, outputs, processors, columns)
-        return turns * (max(columns, _LEAST) + _START)
+    def columns_of_waves(columns: int) -> int:
+        waves = _waves(num_rows, outputs, processors, columns)
+        return waves * (max(columns, _LEAST) + _START)
 
-    return tile_of(min(reversed(widths(kind)), key=columns_in_turn))
+    return tile_of(min(reversed(widths(kind)), key=columns_of_waves))
 
 
-def _turns(num_rows: int, outputs: int, processors: int, columns: int) -> int:
+def _waves(num_rows: int, outputs: int, processors: int, columns: int) -> int:
     """Tiles that a pair of blocks multiplies one after the other."""
-    pairs = -(-min(num_rows, _MAX_ROWS) // (2 * _ROWS)) * -(-outputs // columns)
-    return -(-pairs // max(processors // 2, 1))
+    tiles = -(-min(num_rows, _MAX_ROWS) // (2 * _ROWS)) * -(-outputs // columns)
+    return -(-tiles // _pairs(processors))
 
 
-def busy_share(num_rows: int, outputs: int, processors: int, tile: GemmShape) -> float:
-    """The share of the processors' products that are results, for up to 16,384 rows."""
-    turns = _turns(num_rows, outputs, processors, tile.columns)
-    return num_rows * outputs / (turns * (processors // 2) * 2 * _ROWS * tile.columns)
+def _pairs(processors: int) -> int:
+    """Pairs of blocks that run at once."""
+    return max(processors // 2, 1)
+
+
+def utilization(num_rows: int, outputs: int, processors: int, tile: GemmShape) -> float:
+    """The share of the products of all waves that are results, for up to 16,384 rows."""
+    waves = _waves(num_rows, outputs, processors, tile.columns)
+    return num_rows * outputs / (waves * _pairs(processors) * 2 * _ROWS * tile.columns)
